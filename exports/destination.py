@@ -50,22 +50,22 @@ def check_destination(export: ExportFormat, output: str, replace: bool) -> Place
     return destination
 
 
-def write_export(export: ExportFormat, destination: Place, files: Mapping[str, bytes]) -> int:
-    """Write an export whole; returns its size in bytes."""
+def write_export(
+    export: ExportFormat, destination: Place, files: Mapping[str, bytes | Path]
+) -> int:
+    """Write an export whole; returns the size in bytes of what is new in it."""
     with explained(destination):
-        if export.writes == "file":
-            (content,) = files.values()
-            write_whole(destination, content)
-        elif isinstance(destination, Path):
+        if isinstance(destination, Path) and export.writes == "folder":
             _write_folder(destination, files)
         else:
             # A store has no folders that could be renamed. Each object is written whole.
             for name, content in files.items():
-                write_whole(destination / name, content)
-    return sum(map(len, files.values()))
+                place = destination if export.writes == "file" else destination / name
+                write_whole(place, content.read_bytes() if isinstance(content, Path) else content)
+    return sum(len(content) for content in files.values() if isinstance(content, bytes))
 
 
-def _write_folder(destination: Path, files: Mapping[str, bytes]) -> None:
+def _write_folder(destination: Path, files: Mapping[str, bytes | Path]) -> None:
     """Write files beside the destination, then give their folder its name in one step."""
     # A folder that holds more than an older export may be anything.
     of_export = {RANDOM_PART.sub("*", name) for name in files}
@@ -84,7 +84,15 @@ def _write_folder(destination: Path, files: Mapping[str, bytes]) -> None:
     try:
         partial.mkdir()
         for name, content in files.items():
-            write_whole(partial / name, content)
+            if isinstance(content, bytes):
+                write_whole(partial / name, content)
+                continue
+            # The Hub's cache names its files by symbolic links, which others may not follow.
+            try:
+                os.link(content.resolve(), partial / name)
+            except OSError:
+                # On another disk, or one without links.
+                shutil.copyfile(content, partial / name)
         # A name that holds a folder cannot be taken, so an older export steps aside first.
         if destination.exists():
             destination.rename(older)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -110,8 +111,10 @@ def ranked(scores: np.ndarray) -> list[tuple[int, int]]:
 class Exported:
     """What a format made of a run."""
 
-    files: Mapping[str, bytes]
-    """Content by name. A format that writes a file has one, whose name does not matter."""
+    files: Mapping[str, bytes | Path]
+    """Content by name, or a file of this disk that is linked or copied as it is. A format that
+    writes a file has one, whose name does not matter.
+    """
     cut: CacheCut | None = None
     """The cut of a cache that the file asks for, which `--check` tries out. None if it asks none.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,8 +69,8 @@ class ExportSource:
     @property
     def model_name(self) -> str:
         """The model, without the place where it lies on somebody's disk."""
-        model = self.run["model"]
-        return Path(model).name if Path(model).is_absolute() else model
+        manifest = self.opened.manifest
+        return manifest.model["name"] if "model" in manifest.places else self.run["model"]
 
     @property
     def opened(self) -> Run:

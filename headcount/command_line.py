@@ -39,7 +39,9 @@ def main() -> None:
     # Beside other programs a scan on all cores was ten times slower than on one. Torch reads the
     # variable when it is loaded; a value of the user's stays.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if sys.argv[1:2] in (["query"], ["list"], ["status"]):
+    # What loads a model asks whether pandas is installed, and expects an answer.
+    loads_model = any(word.startswith(("--model", "--check")) for word in sys.argv)
+    if sys.argv[1:2] in (["query"], ["list"], ["status"], ["export"]) and not loads_model:
         sys.meta_path.insert(0, _WithoutPandas())
     from headcount import commands
     from headcount.jobs.endings import ended_in_lines

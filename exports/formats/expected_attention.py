@@ -55,7 +55,7 @@ def expected_attention(source: ExportSource) -> Exported:
         "num_heads": run["n_heads"],
         "head_dim": run["d_head"],
         "dataset_name": run["input_family"],
-        "model_name": run["model"],
+        "model_name": source.model_name,
         "num_samples": run["sequences_done"],
         "sample_seq_len": run["n_ctx"],
         "n_sink": FIRST_TOKENS,

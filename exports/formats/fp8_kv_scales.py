@@ -1,6 +1,13 @@
-"""The format `fp8-kv-scales`: how a cache of 8-bit floats is scaled."""
+"""The formats `fp8-kv-scales` and `fp8-kv-checkpoint`: how a cache of 8-bit floats is scaled."""
 
 from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -8,6 +15,7 @@ from headcount.exports.formats.head_profiles import input_notes
 from headcount.exports.registry import Exported, Needs, Part, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
+from headcount.schemas.files.places import reason
 
 LARGEST_E4M3 = 448.0
 """The largest number of the format float8_e4m3fn."""
@@ -15,10 +23,24 @@ LARGEST_E4M3 = 448.0
 STATISTICS = {"q": "query_absmax", "k": "key_absmax", "v": "value_absmax"}
 """The statistic that each scale is made of."""
 
+ABSMAX = Needs(statistics=tuple(STATISTICS.values()))
+
+SCALES = "kv_scales.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+UNQUANTISED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "quantization_status": "frozen",
+    "config_groups": {},
+    "ignore": [],
+}
+"""A model in which compressed-tensors quantised no weights. vLLM wants `config_groups`."""
+
 
 @export_format(
     "Scales of an 8-bit KV cache, by KV head",
-    read_by="vLLM and llm-compressor (`kv_cache_scheme` with `strategy: attn_head`)",
+    read_by="what puts scales into a checkpoint of its own; for vLLM there is `fp8-kv-checkpoint`",
     source="https://github.com/vllm-project/vllm/pull/30141",
     writes="file",
     example="kv_scales.safetensors",
@@ -28,7 +50,7 @@ from safetensors.numpy import load_file
 scales = load_file("kv_scales.safetensors")
 print(scales["model.layers.0.self_attn.k_scale"].ravel())  # one for each KV head
 """,
-    needs=Needs(statistics=("query_absmax", "key_absmax", "value_absmax")),
+    needs=ABSMAX,
 )
 def fp8_kv_scales(
     source: ExportSource,
@@ -49,21 +71,202 @@ def fp8_kv_scales(
     """
     if "{layer}" not in prefix:
         raise QueryError(f"--prefix: expected a name with {{layer}} in it, got {prefix!r}")
-    tensors: dict[str, np.ndarray] = {}
+    content = source.safetensors_file(_tensors(scales_of_heads(source, quantile), prefix))
+    return Exported(files={"kv_scales": content}, notes=input_notes(source))
+
+
+@export_format(
+    "A checkpoint whose 8-bit KV cache has scales, by KV head",
+    read_by="vLLM (`vllm serve FOLDER`)",
+    source="https://docs.vllm.ai/en/v0.25.0/features/quantization/quantized_kvcache/",
+    writes="folder",
+    example="my-model-fp8-kv",
+    load="""\
+import json
+
+with open("my-model-fp8-kv/config.json") as file:
+    config = json.load(file)
+print(config["compression_config"]["kv_cache_scheme"]["strategy"])
+""",
+    needs=ABSMAX,
+)
+def fp8_kv_checkpoint(
+    source: ExportSource,
+    *,
+    checkpoint: str | None = None,
+    strategy: Literal["attn_head", "tensor"] = "attn_head",
+    quantile: Part | None = None,
+    prefix: str | None = None,
+) -> Exported:
+    """The model's own files, the scales of `fp8-kv-scales` as one more, and a config that says so.
+
+    Weights and tokenizer are links to the model's files, or copies on another disk.
+    `kv_scales.safetensors` has the scales and the index names it. `config.json` gets a
+    `compression_config` of compressed-tensors, which quantises no weights and the cache to
+    float8_e4m3fn. vLLM reads it where there is no `quantization_config`. Transformers ignores it:
+    the model loads as before, and the scales are reported as unexpected. If compressed-tensors has
+    quantised the weights, the scheme goes into the `quantization_config` that is there. Names and
+    shapes are those that vLLM's source takes since its pull request 30141, but no test of ours runs
+    vLLM.
+
+    * `checkpoint`: directory of the model in safetensors, if it is not the one that was measured.
+    * `strategy`: a scale for every head (attn_head), for which vLLM needs Flash Attention 3, or the
+      largest of a layer (tensor), for the other backends.
+    * `quantile`: as in `fp8-kv-scales`.
+    * `prefix`: name of the attention module of a layer in the checkpoint; `{layer}` is its number.
+      By default, the only one that the checkpoint has.
+    """
+    # Imported here: a run's other exports do without its model.
+    from headcount.workers.model.files.model_info import find_model
+
+    run, manifest = source.run, source.opened.manifest
+    if checkpoint is None and "model" in manifest.places:
+        checkpoint = str(Path(manifest.begun_in, run["model"]))
+    directory = find_model(checkpoint or run["model"])
+    if not isinstance(source.destination, Path):
+        raise QueryError(f"{source.destination}: expected a folder of this disk, to link weights")
+    if source.destination.resolve() == directory.resolve():
+        raise QueryError(f"{directory}: is the checkpoint itself; expected another folder")
+    config, index = _config(directory), _index(directory)
+    text = config.get("text_config", config)
+    expected = {"num_attention_heads": run["n_heads"], "num_key_value_heads": source.kv_shape[1]}
+    for name, heads in expected.items():
+        # Models without groups have no number of KV heads, or call it otherwise.
+        if text.get(name, heads) != heads:
+            raise QueryError(
+                f"{directory}/config.json: {name} is {text[name]}, expected {heads} as in run "
+                f"{source.run_id}; --checkpoint names the directory of the model that was measured"
+            )
+    scales = scales_of_heads(source, quantile)
+    prefix = _attention_module(directory, index["weight_map"], sorted(scales["k"]), prefix)
+    if strategy == "tensor":
+        scales = {
+            letter: {layer: of_heads.max(keepdims=True) for layer, of_heads in of_layers.items()}
+            for letter, of_layers in scales.items()
+        }
+    tensors = _tensors(scales, prefix, shape=(-1, 1, 1) if strategy == "attn_head" else (1,))
+    if already := sorted(tensors.keys() & index["weight_map"].keys()):
+        raise QueryError(f"{directory}: has scales already, such as {already[0]}; expected none")
+    key = "quantization_config" if config.get("quantization_config") else "compression_config"
+    scheme: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
+    scheme |= {"dynamic": False, "symmetric": True}
+    config[key] = {**(config.get(key) or UNQUANTISED), "kv_cache_scheme": scheme}
+    # With a file of the default name beside it, transformers would not look into the index.
+    weights = {path.name: path for path in directory.iterdir() if path.is_file()}
+    if WEIGHTS in weights and not (directory / INDEX).is_file():
+        renamed = "model-00001-of-00001.safetensors"
+        weights[renamed] = weights.pop(WEIGHTS)
+        index["weight_map"] = dict.fromkeys(index["weight_map"], renamed)
+    index["weight_map"] |= dict.fromkeys(tensors, SCALES)
+    if "total_size" in index["metadata"]:
+        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+    # The header of the scales says the options, but not where a checkpoint lies.
+    source = replace(source, options={**source.options, "checkpoint": directory.name})
+    files: dict[str, bytes | Path] = {
+        **weights,
+        "config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(),
+        INDEX: json.dumps(index, indent=2).encode(),
+        SCALES: source.safetensors_file(tensors),
+    }
+    return Exported(files=files, notes=(f"attention modules: {prefix}", *input_notes(source)))
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    """The checkpoint's config.json, if a scheme of its cache has room in it."""
+    config = _json_object(directory / "config.json")
+    subject = f"{directory}/config.json: "
+    if "compression_config" in config:
+        raise QueryError(f"{subject}has a compression_config already; expected none")
+    quantised = config.get("quantization_config") or UNQUANTISED
+    if quantised.get("quant_method") != UNQUANTISED["quant_method"]:
+        raise QueryError(
+            f"{subject}its weights are quantised by {quantised.get('quant_method')}, where vLLM "
+            "takes no scheme of the cache; expected none, or compressed-tensors"
+        )
+    if quantised.get("kv_cache_scheme"):
+        raise QueryError(f"{subject}has a kv_cache_scheme already; expected none")
+    return config
+
+
+def _index(directory: Path) -> dict[str, Any]:
+    """Which file of the checkpoint holds which tensor."""
+    if (directory / INDEX).is_file():
+        return {"metadata": {}, "weight_map": {}} | _json_object(directory / INDEX)
+    if not (directory / WEIGHTS).is_file():
+        raise QueryError(
+            f"{directory}: has neither {INDEX} nor {WEIGHTS}; expected a checkpoint in safetensors"
+        )
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(directory / WEIGHTS, "np") as file:
+            return {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), WEIGHTS)}
+    except SafetensorError as error:
+        raise QueryError(f"{directory / WEIGHTS}: not safetensors ({error})") from None
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise QueryError(f"{file}: expected an object in JSON ({reason(error)})") from None
+    if not isinstance(content, dict):
+        raise QueryError(f"{file}: expected an object in JSON, got {type(content).__name__}")
+    return content
+
+
+def _attention_module(
+    directory: Path, names: Iterable[str], layers: list[int], prefix: str | None
+) -> str:
+    """The name of the attention module of a layer, which must be there in these layers alone.
+
+    Names are as `model.layers.0.self_attn.q_proj.weight` and `transformer.h.0.attn.c_attn.bias`.
+    """
+    found: dict[str, set[int]] = {}
+    for name in names:
+        if match := re.match(r"(.+?)\.(\d+)\.((?:\w+\.)*?\w*(?:attn|attention))\.", name):
+            before, layer, after = match.groups()
+            found.setdefault(f"{before}.{{layer}}.{after}", set()).add(int(layer))
+    fitting = [module for module, of_module in found.items() if of_module == set(layers)]
+    if prefix in fitting:
+        return prefix
+    if prefix is None and len(fitting) == 1:
+        return fitting[0]
+    has = ", ".join(f"{module} in {len(of_module)}" for module, of_module in found.items())
+    advice = f"; say --prefix {' or '.join(fitting)}" if fitting else ""
+    raise QueryError(
+        f"{directory}: expected {prefix or 'one attention module'} in the {len(layers)} layers "
+        f"that attend in the run, got {has or 'none'}{advice}"
+    )
+
+
+def scales_of_heads(
+    source: ExportSource, quantile: float | None
+) -> dict[str, dict[int, np.ndarray]]:
+    """The scales of q, k and v of every layer that attends, one number a head."""
+    scales: dict[str, dict[int, np.ndarray]] = {}
     for letter, statistic in STATISTICS.items():
         largest = _largest(source, statistic, quantile)
         if letter != "q":
             # Query heads that share keys have the same values, so their largest is that of each.
             largest = largest.reshape(*source.kv_shape, source.group_size).max(axis=2)
         # A scale of 0 would divide by 0.
-        scales = np.where(largest > 0, largest / LARGEST_E4M3, 1).astype(np.float32)
-        for layer, of_layer in enumerate(scales):
-            # A layer that does not attend has no keys.
-            if not np.isnan(largest[layer]).any():
-                name = f"{prefix.replace('{layer}', str(layer))}.{letter}_scale"
-                tensors[name] = of_layer[:, None, None]
-    content = source.safetensors_file(tensors)
-    return Exported(files={"kv_scales": content}, notes=input_notes(source))
+        of_heads = np.where(largest > 0, largest / LARGEST_E4M3, 1).astype(np.float32)
+        # A layer that does not attend has no keys.
+        attends = ~np.isnan(largest).any(axis=1)
+        scales[letter] = {int(layer): of_heads[layer] for layer in np.flatnonzero(attends)}
+    return scales
+
+
+def _tensors(
+    scales: dict[str, dict[int, np.ndarray]], prefix: str, shape: tuple[int, ...] = (-1, 1, 1)
+) -> dict[str, np.ndarray]:
+    """The scales by the names that they have in a checkpoint."""
+    return {
+        f"{prefix.replace('{layer}', str(layer))}.{letter}_scale": of_heads.reshape(shape)
+        for letter, of_layers in scales.items()
+        for layer, of_heads in of_layers.items()
+    }
 
 
 def _largest(source: ExportSource, statistic: str, quantile: float | None) -> np.ndarray:

@@ -33,27 +33,56 @@ def qfilters(source: ExportSource) -> Exported:
     turned against the queries, and the directions of a KV head's query heads are averaged. Where
     `make_filters` asks on which side most queries lie, this asks on which side their mean lies. It
     draws 3,000 queries, and this uses all.
+
+    `ambiguous_kv_heads` of `config.json` lists `[layer, kv_head]` whose filter may point the wrong
+    way. In some of its query heads, the mean of the queries along the direction is within two
+    standard errors of 0: their standard deviation over the root of the number of sequences, as if
+    the queries of a sequence were one. Or the directions of its g query heads cancel: their average
+    is shorter than 1/√g, that of directions at right angles.
     """
     mean, second_moment = moments_of_heads(source, "rotated_query")
-    # Eigenvectors are columns, in ascending order of their eigenvalues.
-    directions = np.linalg.eigh(second_moment).eigenvectors[..., -1]
-    projection = (directions * mean).sum(-1, keepdims=True)
-    # An eigenvector may as well point the other way.
-    away_from_queries = np.where(projection > 0, -directions, directions)
-    n_layers, n_kv_heads = source.kv_shape
-    d_head = source.run["d_head"]
-    groups = away_from_queries.reshape(n_layers, n_kv_heads, source.group_size, d_head)
-    filters = groups.mean(2)
+    filters, is_ambiguous = signed_directions(
+        mean, second_moment, source.group_size, source.run["sequences_done"]
+    )
+    n_layers, n_kv_heads, d_head = filters.shape
+    ambiguous = np.argwhere(is_ambiguous).tolist()
     config = {
         "num_layers": n_layers,
         "num_kv_heads": n_kv_heads,
         "kv_head_dim": d_head,
+        "ambiguous_kv_heads": ambiguous,
     }
+    notes = input_notes(source)
+    if ambiguous:
+        heads = ", ".join(f"{layer}-{head}" for layer, head in ambiguous)
+        notes += (f"filters that may point the wrong way (layer-KV head): {heads}",)
     tensors = {"q_filters": filters.astype(np.float32)}
     return Exported(
         files={
             "model.safetensors": source.safetensors_file(tensors),
             "config.json": source.json_file(config, indent=1),
         },
-        notes=input_notes(source),
+        notes=notes,
     )
+
+
+def signed_directions(
+    mean: np.ndarray, second_moment: np.ndarray, group_size: int, sequences: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The filter of every KV head, `[layer kv_head d_head]`, and whether it is ambiguous.
+
+    `mean` and `second_moment` are those of the queries of every query head.
+    """
+    # Eigenvectors are columns, in ascending order of their eigenvalues.
+    eigenvalues, eigenvectors = np.linalg.eigh(second_moment)
+    directions = eigenvectors[..., -1]
+    projection = (directions * mean).sum(-1)
+    # The last eigenvalue is the mean square of the projections.
+    variance = (eigenvalues[..., -1] - projection**2).clip(min=0)
+    is_unsure = np.abs(projection) < 2 * np.sqrt(variance / sequences)
+    # An eigenvector may as well point the other way.
+    away_from_queries = np.where(projection[..., None] > 0, -directions, directions)
+    n_layers, _, d_head = mean.shape
+    filters = away_from_queries.reshape(n_layers, -1, group_size, d_head).mean(2)
+    cancels = (filters**2).sum(-1) < 1 / group_size - 1e-9
+    return filters, is_unsure.reshape(n_layers, -1, group_size).any(2) | cancels

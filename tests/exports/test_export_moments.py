@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import headcount
 from headcount.exports.formats.expected_attention import expected_attention
+from headcount.exports.formats.qfilters import signed_directions
 from headcount.exports.registry import export_formats
 from headcount.exports.source import choose_run
 from headcount.queries.ask.asking import RunDatabase, open_runs
@@ -103,6 +104,42 @@ def test_qfilters_are_the_first_singular_vectors_of_rotated_queries(
         np.testing.assert_allclose(filters[layer, kv_head], expected, rtol=1e-4, atol=1e-4)
     config = json.loads((home / "qfilters/config.json").read_text())
     assert config.items() >= {"num_kv_heads": KV_HEADS, "kv_head_dim": D_HEAD}.items()
+    ambiguous = config["ambiguous_kv_heads"]
+    assert ambiguous
+    heads = ", ".join(f"{layer}-{head}" for layer, head in ambiguous)
+    words = ("export", "qfilters", home / "runs", "-o", home / "qfilters", "--replace")
+    assert f"note: filters that may point the wrong way (layer-KV head): {heads}\n" in printed(
+        *words
+    )
+
+
+def test_a_filter_is_ambiguous_where_its_sign_is_within_the_error_or_its_heads_cancel():
+    def along(angle: float, of_mean: float) -> tuple[np.ndarray, np.ndarray]:
+        """Queries with a mean square of 4 along a direction, and of 1 across it."""
+        direction = np.array([np.cos(angle), np.sin(angle)])
+        return of_mean * direction, np.eye(2) + 3 * np.outer(direction, direction)
+
+    def is_ambiguous(*heads: tuple[float, float]) -> bool:
+        mean, second_moment = zip(*(along(*head) for head in heads), strict=True)
+        # One layer. With a mean of 1 and 12 sequences, two errors are 2 √((4 - 1) / 12) = 1.
+        filters, ambiguous = signed_directions(
+            np.array([mean]), np.array([second_moment]), group_size=len(heads), sequences=12
+        )
+        away = [-np.array([np.cos(angle), np.sin(angle)]) * np.sign(m) for angle, m in heads]
+        np.testing.assert_allclose(filters, [[np.mean(away, axis=0)]], atol=1e-12)
+        return bool(ambiguous)
+
+    assert not is_ambiguous((0.3, 1.01))
+    assert not is_ambiguous((0.3, -1.01))
+    assert is_ambiguous((0.3, 0.99))
+    assert is_ambiguous((0.3, 1.5), (0.3, 0.99))
+    # Two heads cancel where their angle is obtuse, and three whose average is below 0.577.
+    degree = np.pi / 180
+    assert not is_ambiguous((0, 1.5), (90 * degree, 1.5))
+    assert is_ambiguous((0, 1.5), (91 * degree, 1.5))
+    assert not is_ambiguous((0, 1.5), (91 * degree, -1.5))
+    assert is_ambiguous((0, 1.5), (120 * degree, 1.5), (240 * degree, 1.5))
+    assert not is_ambiguous((0, 1.5), (0, 1.5), (180 * degree - 1.6, 1.5))
 
 
 def test_minference_takes_the_candidate_with_the_largest_share(home: Path, database: RunDatabase):

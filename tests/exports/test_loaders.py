@@ -27,6 +27,7 @@ OF_A_RUN = ("card", "iceberg")
 PRINTED = {
     "duo": r"\(3, 8\) 4 64",
     "expected-attention": r"\(3, 8, \d+\) \(3, 8, \d+, \d+\)",
+    "fp8-kv-checkpoint": "attn_head",
     "fp8-kv-scales": r"\[0\.0[^\]]+\]",
     "headkv": r"\d-\d",
     "iceberg": str(SEQUENCES * HEADS),

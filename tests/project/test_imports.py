@@ -59,7 +59,9 @@ ONLY_IN = {
         "jobs/cluster/ray_cluster.py", "jobs/cluster/submission.py",
     ),
     "pyiceberg": ("exports/formats/iceberg.py", "exports/held_files.py"),
-    "safetensors": ("workers/model/", "models/", "exports/source.py"),
+    "safetensors": (
+        "workers/model/", "models/", "exports/source.py", "exports/formats/fp8_kv_scales.py",
+    ),
     "tokenizers": ("workers/model/", "models/"),
     "torch": (
         "workers/", "models/", "jobs/commands/doctor.py",

@@ -214,7 +214,9 @@ class ToyRun:
         }
         if self.profiles:
             entries = [{**entry, "shard": shard} for entry in self.profiles(shard)]
-            tables["profiles"] = pa.Table.from_pylist(entries, schema=PROFILES_TABLE.schema())
+            kept = {PROFILES.field: [PROFILES[entry["profile"]] for entry in entries]}
+            schema = table_schema(PROFILES_TABLE, kept)
+            tables["profiles"] = pa.Table.from_pylist(entries, schema=schema)
         if self.curves:
             kept = {"curves": [PROFILES[name] for name in self.curves]}
             tables["curves"] = of_rows(CURVES, self.curves, kept)
