@@ -26,7 +26,7 @@ from headcount.workers.model.files.model_info import (
 )
 
 AT_A_TIME = 8
-"""Checkpoints that are read, or that the Hub is asked about."""
+"""Checkpoints that are read at a time, or that the Hub is asked about."""
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Places of a file, and bytes at each, that are compared before whole files are read."""

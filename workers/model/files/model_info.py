@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
 """What is downloaded of a model. Pickled weights are not, except those of legacy models."""
 
+HUB_SECONDS = 10.0
+"""Give up after this many seconds if the Hub does not say which files a model has."""
+
 SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
 """Fields of a config of TransformerLens, also of a legacy config.json, that say a model's shape."""
 
@@ -141,12 +144,17 @@ def hub_digests(model: str, revision: str | None) -> dict[str, str]:
     from huggingface_hub import HfApi
 
     try:
-        files = HfApi().model_info(model, revision=revision, files_metadata=True).siblings or []
+        info = HfApi().model_info(
+            model, revision=revision, timeout=HUB_SECONDS, files_metadata=True
+        )
     except Exception as error:
         raise ModelError(
             f"model {model!r}: the Hub does not say which files it has ({reason(error)})"
         ) from None
-    return {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id or "" for file in files}
+    return {
+        file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id or ""
+        for file in info.siblings or []
+    }
 
 
 def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
