@@ -44,9 +44,9 @@ def without_duplicates(scans: list[ScanOfCheckpoint], skip: bool) -> list[ScanOf
     No model is downloaded or loaded for it. Of a group the latest step is left. Its name is right
     if a training stood still, and nearly so if its final weights were uploaded as earlier steps.
     """
-    checkpoints = dict(zip(_names(scans), scans, strict=True))
-    if len(checkpoints) < 2:
+    if len(scans) < 2:
         return scans
+    checkpoints = dict(zip(_names(scans), scans, strict=True))
     problems: dict[str, str] = {}
     samples = _files_of_each(checkpoints, False, problems)
     # To read whole files takes minutes: only of checkpoints whose samples are the same.

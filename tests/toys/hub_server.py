@@ -23,7 +23,9 @@ def _commit(revision: str) -> str:
 
 
 @contextmanager
-def hub(directory: Path, cache: Path, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def hub(
+    directory: Path, cache: Path, patch: pytest.MonkeyPatch, *, has_digests: bool = True
+) -> Iterator[list[str]]:
     """Serve MODEL, whose revisions are directories; yields what was asked for, in order.
 
     The answers have the form of huggingface.co on 2026-11-20, weights in LFS and all else in Git.
@@ -39,7 +41,8 @@ def hub(directory: Path, cache: Path, patch: pytest.MonkeyPatch) -> Iterator[lis
             asked.append(f"{self.command} {path}")
             api, revision = f"api/models/{MODEL}", path.rpartition("/")[2]
             if path.startswith(f"{api}/revision/") and _commit(revision) in folders:
-                siblings = _files(folders[_commit(revision)], "rfilename", "blobId", "sha256")
+                words = ("blobId", "sha256") if has_digests else ()
+                siblings = _files(folders[_commit(revision)], "rfilename", *words)
                 self._answer({"id": MODEL, "sha": _commit(revision), "siblings": siblings})
             elif path.startswith(f"{api}/tree/"):
                 self._answer(_files(folders[revision], "path", "oid", "oid"))
@@ -80,14 +83,14 @@ def hub(directory: Path, cache: Path, patch: pytest.MonkeyPatch) -> Iterator[lis
         server.shutdown()
 
 
-def _files(directory: Path, name: str, git: str, sha256: str) -> list[dict[str, Any]]:
-    """The files of a revision, with the words that an answer has for what is known of them."""
+def _files(directory: Path, name: str, git: str = "", sha256: str = "") -> list[dict[str, Any]]:
+    """The files of a revision, with an answer's words for name and digests; without some, none."""
     files: list[dict[str, Any]] = []
     for file in sorted(directory.iterdir()):
         content = file.read_bytes()
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         known: dict[str, Any] = {"type": "file", name: file.name, "size": len(content), git: blob}
-        if file.suffix == ".safetensors":
+        if sha256 and file.suffix == ".safetensors":
             digest = hashlib.sha256(content).hexdigest()
             known["lfs"] = {sha256: digest, "size": len(content), "pointerSize": 134}
         files.append(known)

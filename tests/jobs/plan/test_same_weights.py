@@ -150,6 +150,12 @@ def test_the_hub_is_asked_before_anything_is_downloaded(
         assert sum(each.endswith("model.safetensors") and "GET" in each for each in asked) == 2
         rows = headcount.open(tmp_path / "runs").sql("SELECT step FROM runs ORDER BY step").df()
         assert rows["step"].tolist() == [2, 10]
+    hub_digests.cache_clear()
+    with hub(series, tmp_path / "empty", monkeypatch, has_digests=False):
+        said, left = compared(tmp_path, beginning, capsys, skip=True)
+    unknown = f"model '{MODEL}': the Hub gives no digests of its weights"
+    assert said == [f"4 checkpoints not compared with the others, the first is step1: {unknown}"]
+    assert left == steps
     # Without the Hub, what was downloaded is compared; the rest is said.
     hub_digests.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -147,14 +147,19 @@ def hub_digests(model: str, revision: str | None) -> dict[str, str]:
         info = HfApi().model_info(
             model, revision=revision, timeout=HUB_SECONDS, files_metadata=True
         )
+        files = {
+            file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id
+            for file in info.siblings or []
+        }
     except Exception as error:
         raise ModelError(
             f"model {model!r}: the Hub does not say which files it has ({reason(error)})"
         ) from None
-    return {
-        file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id or ""
-        for file in info.siblings or []
-    }
+    # A mirror of the Hub may list files without digests.
+    digests = {name: digest for name, digest in files.items() if digest}
+    if weight_names(digests) != weight_names(files):
+        raise ModelError(f"model {model!r}: the Hub gives no digests of its weights")
+    return digests
 
 
 def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
