@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,13 +40,15 @@ def run_scan(
     address: Name | None,
     new: bool,
     quiet: bool,
+    calibrates: Name | None = None,
 ) -> Place:
     """Run a scan to its end, or continue its run; returns where the run lies.
 
     `headcount.scan` has the defaults.
 
     `fields` override those of the scan; a dotted name reaches into a table: `input.files`. `name`
-    names the run of a dict. The others mean what they mean for `headcount scan`.
+    names the run of a dict. `calibrates` is the run whose effects it measures, for its manifest.
+    The others mean what they mean for `headcount scan`.
     """
     scan, name, text = _read(source, fields, name)
     prepare_process()
@@ -57,6 +60,9 @@ def run_scan(
     resources.check_here()
     with phases.taken():
         plan = make_plan(scan, name, None, Preparation(resources, console), new)
+        if calibrates is not None:
+            manifest = plan.manifest.model_copy(update={"calibrates": calibrates})
+            plan = replace(plan, manifest=manifest)
         prepare_run(plan, text)
         failures = run_to_end(plan, resources, console)
     if failures:

@@ -55,6 +55,7 @@ def calibrate(
             address=resources.address,
             new=False,
             quiet=False,
+            calibrates=directory.run_id,
         )
     print(path)
     print(f"  headcount query {path.parent} effect_calibration")

@@ -31,6 +31,7 @@ from headcount.jobs.commands.options import (
     New,
     Overrides,
     Replicas,
+    SkipDuplicates,
     Verify,
     VerifyCorpus,
 )
@@ -102,6 +103,7 @@ def submit(
     device: DeviceOption = "auto",
     env: Env = None,
     new: New = False,
+    skip_duplicates: SkipDuplicates = False,
 ) -> None:
     """Run a scan as a job of a Ray cluster; a scan of several checkpoints as a job each.
 
@@ -110,16 +112,15 @@ def submit(
     """
     from headcount.jobs.cluster.submission import JobClient
     from headcount.jobs.cluster.submission import submit as submit_scan
+    from headcount.jobs.plan.same_weights import without_duplicates
     from headcount.jobs.plan.scan_files import portable_scan, scans_of
     from headcount.jobs.resources import Resources
     from headcount.workers.process import prepare_process
 
     prepare_process()
+    checkpoints = without_duplicates(scans_of(scan_file, overrides or ()), skip_duplicates)
     # All are checked before the first job is made.
-    scans = [
-        (portable_scan(scan_file, requested.overrides), requested.overrides)
-        for requested in scans_of(scan_file, overrides or ())
-    ]
+    scans = [(portable_scan(scan_file, each.overrides), each.overrides) for each in checkpoints]
     resources = Resources(replicas, cores, device, address)
     cluster = JobClient(address)
     for scan, settings in scans:

@@ -48,6 +48,13 @@ New = Annotated[
         help="Start another run of the scan, NAME-HASH-2, -3 …, beside the existing runs.",
     ),
 ]
+SkipDuplicates = Annotated[
+    bool,
+    typer.Option(
+        "--skip-duplicates",
+        help="Of checkpoints with the same weights measure only the latest step.",
+    ),
+]
 AllowOtherCode = Annotated[
     bool,
     typer.Option(

@@ -25,6 +25,7 @@ from headcount.jobs.commands.options import (
     New,
     Overrides,
     ScanFile,
+    SkipDuplicates,
     Verify,
     VerifyCorpus,
 )
@@ -79,6 +80,7 @@ def plan(
     replicas: MaybeReplicas = None,
     device: DeviceOption = "auto",
     new: New = False,
+    skip_duplicates: SkipDuplicates = False,
     every: Annotated[
         bool, typer.Option("--all", help="Also print the fields that have their default.")
     ] = False,
@@ -88,10 +90,11 @@ def plan(
     The cost is measured here, with a batch of each intervention. A corpus that is not prepared is
     estimated by its first portion. Every field of the scan is printed with its meaning.
     """
+    from headcount.jobs.plan.same_weights import without_duplicates
     from headcount.jobs.plan.scan_files import scans_of
 
     # A mistake in the scan file shows before the seconds that the imports below take.
-    scans = scans_of(scan_file, overrides or ())
+    scans = without_duplicates(scans_of(scan_file, overrides or ()), skip_duplicates)
     parsed_scan = scans[0].scan
     from headcount.jobs.plan.cost import Rehearsal, threads_of
     from headcount.jobs.plan.identity import begun_precisions, find_run
@@ -258,6 +261,7 @@ def scan(
     verify_corpus: VerifyCorpus = False,
     allow_other_code: AllowOtherCode = False,
     new: New = False,
+    skip_duplicates: SkipDuplicates = False,
     merge: Annotated[
         bool,
         typer.Option(
@@ -267,6 +271,7 @@ def scan(
     ] = True,
 ) -> None:
     """Run scans. If a run was stopped or killed, the same command continues it."""
+    from headcount.jobs.plan.same_weights import without_duplicates
     from headcount.jobs.plan.scan_files import scans_of
     from headcount.jobs.upkeep import phases
 
@@ -274,7 +279,8 @@ def scan(
         raise RunError(f"--new starts a run, --run {run} continues one; leave out one")
 
     # Read all files first: the imports below take seconds, and the first scan may take hours.
-    scans = [scan for file in scan_files for scan in scans_of(file, overrides or ())]
+    series = [scans_of(file, overrides or ()) for file in scan_files]
+    scans = [scan for each in series for scan in without_duplicates(each, skip_duplicates)]
     from headcount.jobs.corpus.preparation import Preparation
     from headcount.jobs.plan.plan import make_plan, prepare_run
     from headcount.jobs.resources import Resources

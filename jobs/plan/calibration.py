@@ -29,17 +29,18 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
         for record in manifest.kinds.get("statistics", {}).values()
         if record.get(CALIBRATED)
     ]
-    if not templates:
-        raise RunError(
-            f"{run.run_id}: expected a run with effects that an intervention can measure, and it "
-            'has none; add "effects" to statistics in its scan, and scan again'
-        )
     fields = dict(manifest.identity["scan"])
     info = _info(manifest)
     drawn = drawn_heads(manifest, info, heads, draw)
     texts = (t.format(layer=head.layer, head=head.head) for t in templates for head in drawn)
     # A window as long as the sequences has no effect, and none to measure.
     interventions = [text for text in texts if _does_something(text, info, fields["n_ctx"])]
+    if not interventions:
+        raise RunError(
+            f"{run.run_id}: expected a run with effects that an intervention can measure on "
+            f"sequences of {fields['n_ctx']} tokens (shorter windows), and it has none; add "
+            '"effects" to statistics in its scan, and scan again'
+        )
     kept = min(sequences, manifest.sequences)
     fields |= {
         "interventions": ["none", *interventions],

@@ -98,13 +98,13 @@ def _directories(scan_file: Path, pattern: str) -> list[str]:
             f"{scan_file}: model: no directory with a config.json matches {pattern!r} (in "
             f"{Path.cwd()}); expected directories of models, such as steps/step-*"
         )
-    return sorted(directories, key=_by_numbers)
+    return sorted(directories, key=by_numbers)
 
 
-def _by_numbers(path: str) -> tuple[bool, list[int], str]:
+def by_numbers(path: str) -> tuple[bool, list[int], str]:
     """A key that sorts step-1000 behind step-200, and a name without a number last.
 
-    >>> sorted(["final", "step-1000", "step-200"], key=_by_numbers)
+    >>> sorted(["final", "step-1000", "step-200"], key=by_numbers)
     ['step-200', 'step-1000', 'final']
     """
     numbers = [int(digits) for digits in re.findall(r"\d+", path)]

@@ -128,6 +128,10 @@ class _RemoteReplica:
     """Ray's handle. Ray gives it a new process if the old one dies; the handle stays."""
     readiness: ray.ObjectRef | None = None
     """Ray's reference that is fulfilled as soon as the replica is loaded; none after that."""
+    ask_again: float | None = None
+    """When Ray is asked for another reference, because it is starting the replica again; by the
+    driver's monotonic clock.
+    """
     calls: dict[ray.ObjectRef, _Call] = field(default_factory=dict[ray.ObjectRef, _Call])
     """The shards it works at, by Ray's reference of the result; `DEPTH` at most."""
     has_suspect: bool = False
@@ -251,13 +255,21 @@ class _Dispatcher:
 
     def _next_outcomes(self) -> Iterator[Commit | Failure]:
         """Wait for an event; yields the outcome that it brings, if any."""
+        for replica in self.replicas:
+            if replica.ask_again is not None and time.monotonic() >= replica.ask_again:
+                self._await_start(replica)
         working = {call: replica for replica in self.replicas for call in replica.calls}
         noticing = {r.notice: r for r in self.replicas if r.notice is not None}
-        starting = {r.readiness: r for r in self.replicas if r.readiness is not None}
+        asked = [r for r in self.replicas if r.ask_again is None]
+        starting = {r.readiness: r for r in asked if r.readiness is not None}
         # Ray takes the first of several that have arrived: a notice explains the calls that failed.
         references = [*noticing, *working, *starting]
         # One second at most: a straggler shows by the clock, not by an event.
-        arrived, _ = ray.wait(references, num_returns=1, timeout=1.0)
+        timeout = min(1.0, RESTART_PAUSE) if len(asked) < len(self.replicas) else 1.0
+        arrived, _ = ray.wait(references, num_returns=1, timeout=timeout)
+        if not references:
+            # Of no references Ray waits for none. Nobody else works who could be held up.
+            time.sleep(timeout)
         for reference in arrived:
             if reference in starting:
                 self._end_start(starting[reference], reference)
@@ -315,6 +327,7 @@ class _Dispatcher:
         replica.commits.clear()
         replica.is_leaving = False
         replica.notice = None
+        replica.ask_again = None
         replica.readiness = replica.actor.ready.remote()
 
     def _end_start(self, replica: _RemoteReplica, reference: ray.ObjectRef) -> None:
@@ -328,8 +341,7 @@ class _Dispatcher:
         except ray.exceptions.ActorUnavailableError:
             # Ray is starting it again, which is no failed start. It says so at once, and would say
             # so thousands of times before the start has ended.
-            time.sleep(RESTART_PAUSE)
-            self._await_start(replica)
+            replica.ask_again = time.monotonic() + RESTART_PAUSE
         except ray.exceptions.RayError as error:
             self.failed_starts += 1
             constructor_raised = getattr(error, "actor_init_failed", False)

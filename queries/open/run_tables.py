@@ -154,6 +154,7 @@ def _run_row(run: Run) -> dict[str, Any]:
         "tokenizer": manifest.identity.get("tokenizer"),
         "model_fingerprint": model_digest[:12],
         "code": manifest.code,
+        "calibrates": manifest.calibrates,
     }
 
 

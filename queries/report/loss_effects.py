@@ -23,8 +23,8 @@ def effects_among(statistics: Iterable[str]) -> list[str]:
 
 
 def is_calibration(run: Record) -> bool:
-    """Whether `headcount calibrate` made a run: it has losses, and one statistic of one layer."""
-    return run["name"].endswith("-calibration") and run["statistics"] == ["sink_mass"]
+    """Whether `headcount calibrate` made a run."""
+    return run["calibrates"] is not None
 
 
 def shown_runs(runs: Iterable[Record]) -> list[Record]:

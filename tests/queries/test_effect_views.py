@@ -29,6 +29,7 @@ from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory
 from tests.pages.browser import Page, chromium
 from tests.toys import toy_models as toy
+from tests.toys.commands import printed
 
 SCAN = {
     "n_ctx": 12,
@@ -51,8 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     headcount.scan({**fields, **effects}, name="effects", quiet=True)
     headcount.scan({**fields, "statistics": ["entropy"]}, name="other", quiet=True)
     (directory,) = (out / "runs").glob("run_id=effects-*")
-    calibration = calibration_of(RunDirectory(directory), heads=8, sequences=4, draw=0)
-    headcount.scan(calibration, name="effects-calibration", quiet=True)
+    printed("calibrate", directory, "--heads", 8, "--sequences", 4, "--replicas", 0)
     return out / "runs"
 
 
@@ -123,6 +123,16 @@ def test_a_run_without_effects_has_none_to_rank_and_none_to_calibrate(runs: Path
         calibration_of(RunDirectory(directory), heads=2, sequences=2, draw=0)
 
 
+def test_windows_as_long_as_the_sequences_are_no_effects_to_calibrate(
+    runs: Path, tmp_path: Path
+) -> None:
+    fields = {**SCAN, "model": str(runs.parent / "model"), "out": str(tmp_path)}
+    headcount.scan(fields, statistics=["effect_window(2,10)", "sink_mass"], quiet=True)
+    (directory,) = tmp_path.glob("run_id=*")
+    with pytest.raises(RunError, match=r"can measure on sequences of 12 tokens \(shorter windows"):
+        calibration_of(RunDirectory(directory), heads=2, sequences=2, draw=0)
+
+
 # What people and other tools see
 
 
@@ -145,6 +155,8 @@ def test_a_report_says_how_far_effects_can_be_trusted(runs: Path, tmp_path: Path
     # A calibration comes last, without its 24 interventions.
     assert data["overview"]["runs"][0]["run_id"] == run_id
     assert data["overview"]["runs"][-1]["name"] == "effects-calibration"
+    calibrated = "SELECT name, calibrates FROM runs ORDER BY name"
+    assert [row["calibrates"] for row in database.records(calibrated)] == [None, run_id, None]
     assert [key.partition("/")[2] for key in data["sections"]] == ["none"] * 3
     assert [run["has_effects"] for run in data["overview"]["runs"]] == [True, False, False]
     shown = data["sections"][f"{run_id}/none"]["effects"]

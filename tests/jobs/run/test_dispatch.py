@@ -117,6 +117,23 @@ class KillingReplica(OnceFailingReplica):
             super().misbehave(token)
 
 
+class OnceDyingReplica(ToyReplica):
+    """The first one that measures dies, and takes longer to start again than the others need."""
+
+    def __init__(self, info: ModelInfo, scan: Any, device: str = "auto") -> None:
+        super().__init__(info, scan, device)
+        out = Path(scan.out)
+        (out / f"start-{os.getpid()}").touch()
+        # Two were asked for, so the third is another process for one of them.
+        time.sleep(60 if len(list(out.glob("start-*"))) > 2 else 0)
+
+    def misbehave(self, token: int) -> None:
+        with contextlib.suppress(FileExistsError):
+            (Path(self.scan.out) / "dead").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)  # So long that the driver hears of the other one meanwhile.
+
+
 class NotingReplica(ToyReplica):
     """Takes its time for every shard, and leaves a file for each that it has measured.
 
@@ -213,6 +230,16 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     # The next command tries the shard again, and counts its attempts from there.
     finish_here(plan)
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
+
+
+def test_a_replica_that_starts_again_holds_up_no_other(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "RESTART_PAUSE", 45)
+    began = time.monotonic()
+    assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, OnceDyingReplica) == []
+    assert time.monotonic() - began < 45
+    assert done_shards(plan) == list(range(60))
 
 
 @pytest.mark.long

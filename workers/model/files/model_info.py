@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from fnmatch import filter as matching
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
 """What is downloaded of a model. Pickled weights are not, except those of legacy models."""
+
+HUB_SECONDS = 10.0
+"""Give up after this many seconds if the Hub does not say which files a model has."""
 
 SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
 """Fields of a config of TransformerLens, also of a legacy config.json, that say a model's shape."""
@@ -83,8 +89,8 @@ class ModelInfo:
         return {key: value for key, value in self.record.items() if key != "files"}
 
 
-def find_model(spec: str, revision: str | None = None) -> Path:
-    """The directory of a model: bundled, local, or downloaded once from the Hub."""
+def local_directory(spec: str, revision: str | None = None) -> Path | None:
+    """The directory of a model that is bundled or local; None if its name is one of the Hub."""
     local = Path(os.path.expanduser(spec))
     if revision is not None and (spec.startswith("bundled:") or local.is_dir()):
         kind = "a directory of this machine" if local.is_dir() else "a model of headcount"
@@ -104,15 +110,56 @@ def find_model(spec: str, revision: str | None = None) -> Path:
     # A name on the Hub is OWNER/NAME, so this was meant as a path.
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
         raise ModelError(f"model {spec!r}: no such directory")
+    return None
+
+
+def find_model(spec: str, revision: str | None = None, *, download: bool = True) -> Path:
+    """The directory of a model: bundled, local, or downloaded once from the Hub.
+
+    Without `download`, a model of the Hub must have been downloaded before.
+    """
+    if (directory := local_directory(spec, revision)) is not None:
+        return directory
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(spec, revision=revision, allow_patterns=HUB_FILES))
+        return Path(
+            snapshot_download(
+                spec, revision=revision, allow_patterns=HUB_FILES, local_files_only=not download
+            )
+        )
     except Exception as error:
         raise ModelError(
             f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub "
             f"({reason(error)})"
         ) from None
+
+
+@cache
+def hub_digests(model: str, revision: str | None) -> dict[str, str]:
+    """What the Hub says of the files of a model, by name, without downloading any.
+
+    It is the SHA-256 of a large file, as all weights are, and Git's digest of a small one.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().model_info(
+            model, revision=revision, timeout=HUB_SECONDS, files_metadata=True
+        )
+        files = {
+            file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id
+            for file in info.siblings or []
+        }
+    except Exception as error:
+        raise ModelError(
+            f"model {model!r}: the Hub does not say which files it has ({reason(error)})"
+        ) from None
+    # A mirror of the Hub may list files without digests.
+    digests = {name: digest for name, digest in files.items() if digest}
+    if weight_names(digests) != weight_names(files):
+        raise ModelError(f"model {model!r}: the Hub gives no digests of its weights")
+    return digests
 
 
 def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
@@ -164,17 +211,23 @@ def no_token(info: ModelInfo, field: str, word: str) -> str:
 
 def weight_files(path: Path, layout: str) -> list[Path]:
     """The files that a model's weights are read from: safetensors, or a legacy `.pth`."""
-    files = sorted(path.glob("*.safetensors"))
-    if not files and layout == "legacy":
-        files = sorted(path.glob("*final.pth"))
-    if not files:
-        names = sorted(file.name for file in path.iterdir())
+    names = sorted(os.listdir(path))
+    weights = weight_names(names, layout)
+    if not weights:
         raise ModelError(
             f"{path}: expected weights as *.safetensors, found "
             f"{', '.join(names[:8]) or 'nothing'}; convert them, nothing is "
             "unpickled"
         )
-    return files
+    return [path / name for name in weights]
+
+
+def weight_names(names: Iterable[str], layout: str = "legacy") -> list[str]:
+    """Those of a model's files that its weights are read from, in the order of their names."""
+    # The Hub also names files of subdirectories, which nothing reads.
+    names = sorted(name for name in names if "/" not in name)
+    weights = matching(names, "*.safetensors")
+    return matching(names, "*final.pth") if not weights and layout == "legacy" else weights
 
 
 def sha256_of(digests: dict[str, bytes]) -> str:
@@ -187,9 +240,16 @@ def file_digests(path: Path, layout: str) -> dict[str, bytes]:
     digests: dict[str, bytes] = {}
     # The configuration counts: other settings make another model of the same weights.
     for file in [path / "config.json", *weight_files(path, layout)]:
-        with file.open("rb") as stream:
-            digests[file.name] = hashlib.file_digest(stream, "sha256").digest()
+        state = file.stat()
+        digests[file.name] = _digest(file.resolve(), state.st_size, state.st_ctime_ns)
     return digests
+
+
+@cache
+def _digest(file: Path, _size: int, _changed: int) -> bytes:
+    """SHA-256 of a file, which is read again only if it has changed: weights may have gigabytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 HUGGING_FACE_SHAPE = {

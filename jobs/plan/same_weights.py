@@ -1,0 +1,136 @@
+"""Checkpoints of a series that have the same weights under different names.
+
+Such series are published by mistake: of 154 steps of Pythia 2.8B, 86 have weights of the end of its
+training (github.com/EleutherAI/pythia, issue 205). Files are compared: the same weights in other
+files, for example in more of them, are not found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from headcount.jobs.console import tell
+from headcount.jobs.plan.scan_files import ScanOfCheckpoint, by_numbers
+from headcount.schemas.errors import ModelError, counted
+from headcount.workers.model.files.model_info import (
+    file_digests,
+    find_model,
+    hub_digests,
+    local_directory,
+    weight_files,
+    weight_names,
+)
+
+AT_A_TIME = 8
+"""Checkpoints that are read at a time, or that the Hub is asked about."""
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
+"""Places of a file, and bytes at each, that are compared before whole files are read."""
+
+NAMED = 3
+"""Checkpoints of a group that are named; the others are counted."""
+
+Files = Mapping[str, str]
+"""What tells each file of a checkpoint from others, by name."""
+
+
+def without_duplicates(scans: list[ScanOfCheckpoint], skip: bool) -> list[ScanOfCheckpoint]:
+    """Say which checkpoints of a series have the same weights; with `skip` one of each is left.
+
+    No model is downloaded or loaded for it. Of a group the latest step is left. Its name is right
+    if a training stood still, and nearly so if its final weights were uploaded as earlier steps.
+    """
+    if len(scans) < 2:
+        return scans
+    checkpoints = dict(zip(_names(scans), scans, strict=True))
+    problems: dict[str, str] = {}
+    samples = _files_of_each(checkpoints, False, problems)
+    # To read whole files takes minutes: only of checkpoints whose samples are the same.
+    alike = {name: checkpoints[name] for group in _groups(samples) for name in group}
+    files = _files_of_each(alike, True, problems)
+    duplicates: set[str] = set()
+    for group in _groups(files):
+        *others, kept = sorted(group, key=_is_step_and_numbers)
+        hidden = len(others) - (NAMED - 1) if len(others) > NAMED else 0
+        words = [*others[: NAMED - 1], f"{hidden} more"] if hidden else others
+        listed = " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+        tell(f"{listed} {'have' if others[1:] else 'has'} the weights of {kept}")
+        # With another configuration it is another model.
+        config = files[kept].get("config.json")
+        duplicates |= {name for name in others if files[name].get("config.json") == config}
+    if problems:
+        first = next(name for name in checkpoints if name in problems)
+        count = counted(len(problems), "checkpoint")
+        tell(f"{count} not compared with the others, the first is {first}: {problems[first]}")
+    if duplicates:
+        count = counted(len(duplicates), "duplicate")
+        tell(f"{count} skipped" if skip else f"--skip-duplicates leaves out {count}")
+    return [each for name, each in checkpoints.items() if not skip or name not in duplicates]
+
+
+def _names(scans: list[ScanOfCheckpoint]) -> list[str]:
+    """The shortest names that tell the checkpoints apart."""
+    revisions = [each.scan.revision or "" for each in scans]
+    models = [each.scan.model for each in scans]
+    candidates = (revisions, [Path(model).name for model in models], models)
+    return next(names for names in candidates if len({*names}) == len(scans))
+
+
+def _is_step_and_numbers(name: str) -> tuple[bool, list[int], str]:
+    """A key that sorts step200 before step1000, and main before both."""
+    has_no_number, numbers, text = by_numbers(name)
+    return not has_no_number, numbers, text
+
+
+def _files_of_each(
+    checkpoints: Mapping[str, ScanOfCheckpoint], whole: bool, problems: dict[str, str]
+) -> dict[str, Files]:
+    def files(name: str) -> Files:
+        try:
+            return _files(checkpoints[name], whole)
+        except (ModelError, OSError) as error:
+            problems[name] = str(error)
+            return {}
+
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return dict(zip(checkpoints, pool.map(files, checkpoints), strict=True))
+
+
+def _files(checkpoint: ScanOfCheckpoint, whole: bool) -> Files:
+    model, revision = checkpoint.scan.model, checkpoint.scan.revision
+    directory = local_directory(model, revision)
+    if directory is None:
+        try:
+            return hub_digests(model, revision)
+        except ModelError as error:
+            try:
+                directory = find_model(model, revision, download=False)
+            except ModelError:
+                raise error from None
+    if whole:
+        return {name: each.hex() for name, each in file_digests(directory, "legacy").items()}
+    return {file.name: _sample(file) for file in weight_files(directory, "legacy")}
+
+
+def _sample(file: Path) -> str:
+    """The size of a file and a digest of some of its bytes."""
+    size = file.stat().st_size
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for part in range(SAMPLES):
+            stream.seek(part * size // SAMPLES)
+            digest.update(stream.read(SAMPLE_BYTES))
+    return f"{size} {digest.hexdigest()}"
+
+
+def _groups(files: Mapping[str, Files]) -> Iterator[list[str]]:
+    """The checkpoints whose weights are the same, more than one each time."""
+    groups: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, each in files.items():
+        if weights := tuple(each[file] for file in weight_names(each)):
+            groups[weights].append(name)
+    return (group for group in groups.values() if len(group) > 1)
