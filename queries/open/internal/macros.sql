@@ -40,3 +40,58 @@ CREATE MACRO document_error(sums) AS
         sum((sums).number),
         sum((sums).documents)
     );
+
+-- How sure a difference is: Student's t with documents - 1 degrees of freedom, and then q, Benjamini
+-- and Hochberg's adjusted p over all heads of a table.
+
+-- The density of t is that of a normal y with a factor near 1: y² = r ln(1 + t²/df), r = df - 1/2
+-- (Hill 1970, Algorithm 395). √(y² / (2r sinh(y² / 2r))) is that factor.
+CREATE MACRO normal_scale(t, df) AS sqrt((df - 0.5) * ln(1 + t ** 2 / df));
+CREATE MACRO tail_density(y, r) AS
+    exp(y ** 2 / -2::DOUBLE) * y / sqrt(2 * r * sinh(y ** 2 / (2 * r)));
+CREATE MACRO two_points(place, weight, low, high, r) AS
+    weight * (
+        tail_density(low + place * (high - low), r) + tail_density(high - place * (high - low), r)
+    );
+
+-- Gauss and Legendre's eight points between two ends.
+CREATE MACRO tail_integral(low, high, r) AS
+    (high - low) * (
+        two_points(0.0198550717512319::DOUBLE, 0.0506142681451881::DOUBLE, low, high, r)
+        + two_points(0.1016667612931866::DOUBLE, 0.1111905172266872::DOUBLE, low, high, r)
+        + two_points(0.2372337950418355::DOUBLE, 0.1568533229389436::DOUBLE, low, high, r)
+        + two_points(0.4082826787521751::DOUBLE, 0.1813418916891810::DOUBLE, low, high, r)
+    );
+
+-- P(|T| > t) for t >= 0, off by less than 1e-5 of itself (df = 1: 4e-4). What lies beyond
+-- √(y² + 24) is less than e^-12 of it. Rounding may leave more than 1.
+CREATE MACRO student_tail(t, df) AS
+    least(
+        1,
+        2 * exp(lgamma((df + 1) / 2) - lgamma(df / 2)) / sqrt(pi() * (df - 0.5))
+        * tail_integral(
+            normal_scale(t, df), sqrt(normal_scale(t, df) ** 2 + 24), df - 0.5
+        )
+    );
+
+-- Two-sided p of a difference. level: the size of what differs, as stored numbers are rounded:
+-- below a millionth of it there is no difference. An error of 0 is that of documents that all agree.
+CREATE MACRO two_sided_p(difference, error, df, level) AS
+    CASE
+        WHEN error IS NULL OR difference IS NULL OR NOT df > 0 THEN NULL
+        WHEN abs(difference) <= 1e-6::DOUBLE * coalesce(abs(level), 0) THEN 1::DOUBLE
+        WHEN error = 0 THEN 0::DOUBLE
+        ELSE student_tail(abs(difference / error), df::DOUBLE)
+    END;
+
+-- q = min over p' >= p of p' m / #{p'' <= p'}, of the m heads with a p in a table; in two steps, as
+-- windows do not nest. A table is what has equal keys.
+CREATE MACRO scaled_p(p, run, intervention, input, statistic, other := NULL) AS
+    p * count(p) OVER (PARTITION BY run, intervention, input, statistic, other)
+    / count(p) OVER (PARTITION BY run, intervention, input, statistic, other ORDER BY p);
+CREATE MACRO adjusted_p(p, scaled, run, intervention, input, statistic, other := NULL) AS
+    CASE WHEN p IS NOT NULL THEN
+        min(scaled) OVER (
+            PARTITION BY run, intervention, input, statistic, other ORDER BY p DESC
+        )
+    END;
