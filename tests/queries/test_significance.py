@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.schemas.statistics import STATISTICS
 from tests.toys.toy_runs import Cell, Row, write_run
 
 # t, degrees of freedom, and P(|T| > t) by mpmath's incomplete beta function with 40 digits.
@@ -36,7 +37,7 @@ def p_of(t: float, df: float) -> float:
 
 
 def q_of(p: dict[str, float]) -> dict[str, float]:
-    """The smallest level at which a head is among those that Benjamini and Hochberg's rule picks."""
+    """The smallest level at which Benjamini and Hochberg pick a head."""
 
     def is_picked(head: str, level: float) -> bool:
         ordered = sorted(p.values())
@@ -172,3 +173,75 @@ def test_heads_are_held_to_the_uniform_baseline(tmp_path: Path) -> None:
         assert row["is_induction"] == (is_high and (None if row["q"] is None else row["q"] <= 0.05))
     high = "SELECT label FROM induction_heads WHERE induction_score >= 0.4"
     assert 0 < len(database.rows(f"{high} AND is_induction")) < len(database.rows(high))
+
+
+TABLES = ("zero_mlps", *(f"zero_head(0,{head})" for head in range(19)))
+"""Interventions: each gives a table of heads for every statistic."""
+
+TRUE_HEADS, TRUE_CHANGE = 10, 40.0
+"""The heads that every second table has a change in, and how large it is."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("sizes", "covered", "false_of_mixed", "false_of_null"),
+    [
+        # Nine tenths are null, so 4.5 % are expected; of null tables every discovery is false.
+        ((3,) * 8, (0.94, 0.96), (0.04, 0.06), 0.07),
+        # Documents of other sizes than their neighbours': the errors are somewhat too small.
+        ((1, 2, 3, 4, 5) * 4, (0.935, 0.95), (0.04, 0.08), 0.1),
+    ],
+)
+def test_intervals_and_discoveries_are_as_often_right_as_they_say(
+    tmp_path: Path,
+    sizes: tuple[int, ...],
+    covered: tuple[float, float],
+    false_of_mixed: tuple[float, float],
+    false_of_null: float,
+) -> None:
+    """Sequences of one document are alike: a half of their variance is the document's."""
+    layers, heads = 4, 25
+    documents = np.repeat(np.arange(len(sizes)), sizes)
+    names = [one.name for one in STATISTICS.values() if one.standard]
+    rng = np.random.default_rng(1)
+    shape = (len(TABLES), len(names), layers, heads)
+    noise = rng.normal(size=(*shape, len(sizes)))[..., documents]
+    noise += rng.normal(size=noise.shape)
+    change = np.zeros(shape)
+    # The first heads of every second statistic.
+    change.reshape(*shape[:2], -1)[:, ::2, :TRUE_HEADS] = TRUE_CHANGE
+    values = noise + change[..., None]
+
+    def cell(statistic: int) -> Cell:
+        def value(row: Row) -> float:
+            if row.intervention == "none":
+                return 0.5
+            place = (TABLES.index(row.intervention), statistic, row.layer, row.head, row.sequence)
+            return 0.5 + float(values[place])
+
+        return value
+
+    write_run(
+        tmp_path, "a-1", {name: cell(i) for i, name in enumerate(names)}, layers=layers,
+        heads=heads, sequences=len(documents), per_shard=100, documents=documents.tolist(),
+        interventions=("none", *TABLES),
+    )  # fmt: skip
+    changes = np.full(shape, np.nan)
+    errors, q = changes.copy(), changes.copy()
+    for row in open_runs(tmp_path).records("effects"):
+        place = (
+            TABLES.index(row["intervention"]), names.index(row["statistic"]), row["layer"],
+            row["head"],
+        )  # fmt: skip
+        changes[place], errors[place], q[place] = row["change"], row["standard_error"], row["q"]
+        assert row["documents"] == len(sizes)
+    # 2.3646 and 2.0930: 97.5 % of Student's t with 7 and 19 degrees of freedom lie below.
+    within = {8: 2.364624, 20: 2.093024}[len(sizes)] * errors
+    coverage = (abs(changes - change) <= within).mean()
+    picked = (q <= 0.05).reshape(*shape[:2], -1)
+    false = (picked & (change == 0).reshape(picked.shape)).sum(-1)
+    shares = false / np.maximum(1, picked.sum(-1))
+    assert picked[:, ::2, :TRUE_HEADS].all()
+    assert covered[0] <= coverage <= covered[1]
+    assert false_of_mixed[0] <= shares[:, ::2].mean() <= false_of_mixed[1]
+    assert shares[:, 1::2].mean() <= false_of_null
