@@ -59,6 +59,8 @@ class CardEffect:
     intervention: str
     effect: float
     standard_error: float | None
+    q: float | None
+    """How sure it is not 0, over all heads."""
     direct: float | None
     """The part that reaches the logits without passing a later layer. None if it was not
     measured.
@@ -242,6 +244,9 @@ def _effects(
     found = {name: records(database, name, sql) for name, sql in queries.items()}
     effects: list[CardEffect] = []
     answer = effects_answer(run[0], section.n_layers, section.statistics, found)
+    sql = f"SELECT statistic, q FROM head_effects {section.condition} AND label = '{head}'"
+    rows = records(database, "q of effects", sql) if answer["effects"] else []
+    q = {row["statistic"]: row["q"] for row in rows}
     for about in answer["effects"]:
         own = statistics[about["statistic"]]
         if own.mean is None:
@@ -253,6 +258,7 @@ def _effects(
                 intervention=about["measured_by"].format(layer=head.layer, head=head.head),
                 effect=own.mean,
                 standard_error=own.standard_error,
+                q=q[own.name],
                 direct=direct.mean if direct else None,
                 direct_error=direct.standard_error if direct else None,
                 indirect=own.mean - direct.mean if direct and direct.mean is not None else None,

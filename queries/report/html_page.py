@@ -26,7 +26,7 @@ TEMPLATES = PACKAGE / "queries" / "page" / "report"
 
 DRAWING = ("colours.js", "draw.js", "data.js")
 CARD = (*DRAWING, "behind.js", "histogram.js", "card.js")
-REPORT = (*CARD, "source.js", "cube.js", "page.js")
+REPORT = (*CARD, "source.js", "cube.js", "significance.js", "page.js")
 """Modules of `queries/page`, each after those that it imports."""
 
 

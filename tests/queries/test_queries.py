@@ -103,19 +103,20 @@ VIEWS_OF_RUNS: list[tuple[dict[str, Cell], dict[str, Any], str, list[tuple[Any, 
     ),
     (
         # sink_alpha = (1 + (T - 1) sink_mass) / T. The second heads have 0.3 and 0.35 on the two
-        # sequences, so one of two is above 0.3.
+        # sequences, so one of two is above 0.3. Two sequences tell no head from the baseline.
         SINKS | NORMS, TWO_SEQUENCES,
         "SELECT rank, label, sink_mass, uniform_baseline, sink_alpha, is_sink, sink_rate, "
         "value_norm_ratio, resid_pre_norm_ratio, sequences FROM sink_heads",
         [
-            (1, "L0H1", 0.625, 0.25, ALPHAS[0], True, 1.0, THIRDS, 2.0, 2),
-            (2, "L0H0", 0.15625, 0.25, ALPHAS[1], True, 0.5, THIRDS, 2.0, 2),
-            (2, "L0H2", 0.15625, 0.25, ALPHAS[1], True, 0.5, THIRDS, 2.0, 2),
+            (1, "L0H1", 0.625, 0.25, ALPHAS[0], False, 1.0, THIRDS, 2.0, 2),
+            (2, "L0H0", 0.15625, 0.25, ALPHAS[1], False, 0.5, THIRDS, 2.0, 2),
+            (2, "L0H2", 0.15625, 0.25, ALPHAS[1], False, 0.5, THIRDS, 2.0, 2),
         ],
     ),
     (
         # (1 + 4·0.25)/5 = 0.4 and (1 + 4·0.125)/5 = 0.3, which is not above 0.3.
-        {"sink_mass": lambda row: 0.125 if row.head == 0 else 0.25, **NORMS}, TWO_HEADS,
+        {"sink_mass": lambda row: 0.125 if row.head == 0 else 0.25, **NORMS},
+        TWO_HEADS | {"uniform_baseline": 0.125},
         "SELECT head, is_sink, sink_rate FROM sink_heads", [(1, True, 1.0), (0, False, 0.0)],
     ),
     (

@@ -55,10 +55,10 @@ export function statisticsTable(rows, { label, statistic, onStatistic, percentil
 // row of its own, if that is not the same for all. `nameOf(row)` is the first cell.
 export function effectsTable(rows, first, nameOf, caption) {
   const columns = [
-    first, { name: "rise of the loss ±", title: "To first order, in nats per token" },
+    first, { name: "rise of the loss ±", title: "To first order, in nats per token" }, { name: "q", title: "Of the rise, over all heads" },
     { name: "direct ±", title: "What reaches the logits without passing a later layer" }, { name: "indirect", title: "The rest of the rise" },
   ];
-  const cells = (row) => [nameOf(row), plusMinus(row.effect, row.standard_error), plusMinus(row.direct, row.direct_error), number(row.indirect)];
+  const cells = (row) => [nameOf(row), plusMinus(row.effect, row.standard_error), number(row.q), plusMinus(row.direct, row.direct_error), number(row.indirect)];
   const trusted = ({ trust }) => (trust ? [tableRow([html("td", { class: "note", colspan: columns.length }, trust)])] : []);
   return html("div", { class: "scroll" }, table(columns, rows.flatMap((row) => [tableRow(cells(row)), ...trusted(row)]), caption));
 }

@@ -7,6 +7,7 @@ import {
 import { Cube } from "./cube.js";
 import { breakable, colourOf, heatmap, html, isUndefined, lines, number, scatter } from "./draw.js";
 import { BINS, histogram } from "./histogram.js";
+import { adjustedP } from "./significance.js";
 import { answerTo, isLive, isWaiting, takeToken } from "./source.js";
 
 // Statistics that say what a head does: the first of them that were measured are shown first.
@@ -22,6 +23,7 @@ const MOST_SECTIONS = 24;
 const SHOWN_HEADS = 10;
 const SNIPPET_TOKENS = 48;
 const LOOK_ALIKE = 0.95;
+const MOST_Q = 0.05;
 // Parts of a layer that add to the logits, by number.
 const PARTS = ["embeddings", "heads", "rest of attention", "MLP", "biases"];
 const LIVE_MILLISECONDS = 5_000;
@@ -301,20 +303,23 @@ async function comparison(statistic) {
   const isPaired = own.run_id === other.run_id && [own.intervention, other.intervention].includes("none");
   const isForward = own.intervention === "none";
   const changes = isPaired ? (await aboutHeads(isForward ? other : own, statistic, true))?.values[statistic] : null;
+  const level = (i) => Math.max(Math.abs(ours.mean[i]), Math.abs(theirs.mean[i]));
   if (changes) {
-    return { theirs, isPaired, mean: changes.mean.map((change) => (isUndefined(change) || isForward ? change : -change)), standard_error: changes.standard_error };
+    const mean = changes.mean.map((change) => (isUndefined(change) || isForward ? change : -change));
+    return { theirs, isPaired, mean, standard_error: changes.standard_error, q: adjustedP(changes, (i) => changes.documents[i] - 1, level) };
   }
   const both = (column, combine) => Array.from(ours[column], (one, i) => (isUndefined(one) || isUndefined(theirs[column][i]) ? null : combine(one, theirs[column][i])));
-  return { theirs, isPaired: false, mean: both("mean", (one, two) => two - one), standard_error: both("standard_error", Math.hypot) };
+  const difference = { mean: both("mean", (one, two) => two - one), standard_error: both("standard_error", Math.hypot) };
+  const fewest = (i) => Math.min(ours.documents[i], theirs.documents[i]);
+  return { theirs, isPaired: false, ...difference, q: adjustedP(difference, (i) => fewest(i) - 1, level) };
 }
 
-// Pale: a difference of less than two standard errors. Even around 0, where less than a millionth of
-// the means is the rounding of sums.
+// Pale: a head that is not surely different. Even around 0, where less than a millionth of the means is
+// the rounding of sums.
 function differenceLooks(difference, means) {
   const largestOf = (list) => Math.max(0, ...defined(list).map(Math.abs));
   const largest = Math.max(largestOf(difference.mean), 1e-6 * largestOf(means)) || 1;
-  const isFaint = (i) => !isUndefined(difference.standard_error[i]) && Math.abs(difference.mean[i]) < 2 * difference.standard_error[i];
-  return { range: [-largest, largest], scale: "diverging", faint: (layer, index) => isFaint(place([layer, index])) };
+  return { range: [-largest, largest], scale: "diverging", faint: (...cell) => difference.q[place(cell)] > MOST_Q };
 }
 
 async function showHeatmap(turn) {
@@ -356,7 +361,7 @@ async function showHeatmap(turn) {
     ? "Differences are means over the same sequences, with and without the intervention."
     : "The error of a difference takes the two for independent. Shared documents make it too large: run_changes has that of pairs.";
   const notes = [isLive && about.source === "rollups" ? "Means of all rows, from roll-ups." : sampled(about.every), definedNote(own)];
-  if (compared) notes.push(how, "A pale cell differs by less than two standard errors.");
+  if (compared) notes.push(how, `In a pale cell q is above ${MOST_Q}: of the heads in full colour, at most 5 % are expected not to differ.`);
   by("heat-note").textContent = notes.filter(Boolean).join(" ");
   return true;
 }
@@ -370,9 +375,16 @@ function definedNote(own) {
   return Number.isFinite(least) ? `Defined in ${number(least)} of ${number(least + most)} sequences.` : "Undefined in every sequence.";
 }
 
+// q of means less the uniform baseline, as if that were known; or less 0. Null without a baseline.
+function againstBaseline(own, baseline = own.uniform_baseline) {
+  const above = { ...own, mean: Array.from(own.mean, (mean) => (isUndefined(mean) || isUndefined(baseline) ? null : mean - baseline)) };
+  return adjustedP(above, (i) => own.documents[i] - 1, () => baseline);
+}
+
 function ranked(name) {
   const own = numbers[name];
-  const entries = Array.from(own?.mean ?? [], (mean, i) => ({ i, mean, error: own.standard_error[i], documents: own.documents[i] }));
+  const q = own && againstBaseline(own);
+  const entries = Array.from(own?.mean ?? [], (mean, i) => ({ i, mean, error: own.standard_error[i], q: q[i] }));
   return entries.filter(({ mean }) => !isUndefined(mean)).sort((one, other) => other.mean - one.mean);
 }
 
@@ -382,21 +394,17 @@ function strongest() {
   return first ? cellAt(first.i) : null;
 }
 
-// Which head leads, and how sure that is.
+// Which head leads, and how many are high.
 function finding(name) {
-  const [first, second] = ranked(name);
+  const [first] = ranked(name);
   if (!first) return "";
   const baseline = numbers[name].uniform_baseline;
   let words = `${labelAt(first.i)} leads in ${name} with ${plusMinus(first.mean, first.error)}`;
   if (baseline) words += `, ${number(Number((first.mean / baseline).toPrecision(2)))} times the uniform baseline`;
-  const gap = second && (first.mean - second.mean) / Math.hypot(first.error ?? NaN, second.error ?? NaN);
-  if (Number.isFinite(gap)) {
-    const size = gap > 100 ? "more than 100" : number(Number(gap.toPrecision(2)));
-    words += `. It is ${size} standard errors above ${labelAt(second.i)}${gap < 2 ? ": the two may as well be equal" : ""}`;
-  }
   const [view, passes] = RANKINGS[name] ?? [];
-  const passing = view && ranked(name).filter(({ mean }) => passes(mean)).length;
-  if (view) words += `. ${number(passing)} of ${number(ranked(name).length)} heads pass the threshold of ${view}`;
+  const isAbove = ({ mean, q }) => isUndefined(baseline) || (mean > baseline && !isUndefined(q) && q <= MOST_Q);
+  const passing = view && ranked(name).filter((one) => passes(one.mean) && isAbove(one)).length;
+  if (view) words += `. ${number(passing)} of ${number(ranked(name).length)} heads pass the threshold of ${view}, q <= ${MOST_Q}`;
   return `${words}.`;
 }
 
@@ -407,7 +415,7 @@ function says(cell) {
   const here = `${label(cell)}: ${plusMinus(map.shown[i], own?.standard_error[i])}`;
   if (!compared) return here;
   const [there, difference] = [compared.theirs, compared].map(({ mean, standard_error }) => plusMinus(mean[i], standard_error[i]));
-  return `${here} → ${there}; difference ${difference}`;
+  return `${here} → ${there}; difference ${difference}, q ${number(compared.q[i])}`;
 }
 
 // Other means in the same cells, which is faster than another drawing.
@@ -466,12 +474,13 @@ function showPicked() {
   const name = chosen.statistic;
   const rows = ranked(name).filter(({ i }) => !picked || picked.has(i));
   const axes = [chosen.x, chosen.y].filter((axis) => axis !== name && axis in numbers);
-  const cells = ({ i, mean, error }) => [plusMinus(mean, error), ...axes.map((axis) => number(axisValue(axis, i)))];
+  const cells = ({ i, mean, error, q }) => [plusMinus(mean, error), ...(hasBaseline ? [number(q)] : []), ...axes.map((axis) => number(axisValue(axis, i)))];
+  const hasBaseline = !isUndefined(numbers[name]?.uniform_baseline);
   const isChosen = (i) => Boolean(chosen.head) && i === place(chosen.head);
   const row = (entry) => tableRow([button(labelAt(entry.i), () => chooseHead(cellAt(entry.i))), ...cells(entry)], { "aria-selected": String(isChosen(entry.i)) });
   by("heads-name").textContent = picked ? `Picked heads by ${name}` : `Heads with the largest ${name}`;
   const listed = rows.slice(0, picked ? rows.length : SHOWN_HEADS);
-  by("heads-rows").replaceChildren(table(["head", `${name} ±`, ...axes], listed.map(row), "Heads by the chosen statistic"));
+  by("heads-rows").replaceChildren(table(["head", `${name} ±`, ...(hasBaseline ? [{ name: "q", title: "Of the mean against the uniform baseline" }] : []), ...axes], listed.map(row), "Heads by the chosen statistic"));
 }
 
 // ---- Histograms and brushes
@@ -650,7 +659,7 @@ async function showCard(turn) {
 }
 
 function showHeadEffects() {
-  const rows = effects.map((one) => effectOf(one, place(chosen.head))).filter(({ effect }) => !isUndefined(effect));
+  const rows = effects.map((one) => effectOf(one, place(chosen.head), qOfEffect(one))).filter(({ effect }) => !isUndefined(effect));
   by("head-effects").replaceChildren(...effectsOfHead(rows, label(chosen.head)));
 }
 
@@ -748,20 +757,23 @@ async function showAttention(start) {
 // ---- Effects on the loss
 
 // What one of `effects` says of a head, by its place.
-function effectOf({ statistic, measured_by: intervention, trust }, i) {
+function effectOf({ statistic, measured_by: intervention, trust }, i, q) {
   const [own, part] = [numbers[statistic], numbers[`direct_${statistic}`]];
   const [layer, index] = cellAt(i);
   const [effect, direct] = [own?.mean[i], part?.mean[i]];
   return {
-    i, effect, direct, standard_error: own?.standard_error[i], direct_error: part?.standard_error[i],
+    i, effect, direct, q: q?.[i], standard_error: own?.standard_error[i], direct_error: part?.standard_error[i],
     indirect: isUndefined(effect) || isUndefined(direct) ? null : effect - direct,
     intervention: intervention.replace("{layer}", layer).replace("{head}", index), trust: trust[1 + layer],
   };
 }
 
+const qOfEffect = ({ statistic }) => numbers[statistic] && againstBaseline(numbers[statistic], 0);
+
 function effectFigure(one) {
   const { statistic, meaning, pairs } = one;
-  const rows = allHeads().map((i) => effectOf(one, i)).filter(({ effect }) => !isUndefined(effect));
+  const q = qOfEffect(one);
+  const rows = allHeads().map((i) => effectOf(one, i, q)).filter(({ effect }) => !isUndefined(effect));
   if (!rows.length) return [];
   rows.sort((a, b) => Math.abs(b.effect) - Math.abs(a.effect));
   const [all, ...layers] = new Set(one.trust);
@@ -773,7 +785,7 @@ function effectFigure(one) {
   }) : null);
   const listed = rows.slice(0, SHOWN_HEADS).map((row) => ({ ...row, trust: null }));
   const nameOf = ({ i }) => button(labelAt(i), () => chooseHead(cellAt(i)));
-  const columns = ["effect", "standard_error", "direct", "indirect"];
+  const columns = ["effect", "standard_error", "q", "direct", "indirect"];
   return [html("figure", { "data-effect": statistic },
     html("h4", {}, button(breakable(statistic), () => choose({ statistic }, showAll))), html("p", { class: "note" }, meaning), html("p", { class: "finding" }, all),
     layers.length ? html("details", {}, html("summary", {}, "By layer"), ...layers.map((words) => html("p", {}, words))) : null,
@@ -1098,10 +1110,10 @@ function search() {
 
 // What is behind the figures that are always there.
 function addBehind() {
-  const numbersOf = () => [["head", "mean", "standard_error", "documents", "count"], ...(compared ? [["other_mean", "difference", "difference_standard_error"]] : [])].flat();
+  const numbersOf = () => [["head", "mean", "standard_error", "documents", "count"], ...(compared ? [["other_mean", "difference", "difference_standard_error", "q"]] : [])].flat();
   const rows = () => {
     const own = numbers[chosen.statistic];
-    const other = (i) => (compared ? [compared.theirs.mean[i], compared.mean[i], compared.standard_error[i]] : []);
+    const other = (i) => (compared ? [compared.theirs.mean[i], compared.mean[i], compared.standard_error[i], compared.q[i]] : []);
     return allHeads().map((i) => [labelAt(i), own.mean[i], own.standard_error[i], own.documents[i], own.count[i], ...other(i)]);
   };
   const heatSql = () => (compared ? comparedSql() : (known.get(JSON.stringify([scope(), false]))?.sql?.join("\n") ?? summariesSql(chosen.statistic)));
@@ -1127,7 +1139,7 @@ function addBehind() {
 function comparedSql() {
   const name = literal(chosen.statistic);
   if (chosen.other.run_id === chosen.run_id && chosen.intervention === "none") {
-    return `SELECT layer, head, untouched, intervened, change, standard_error, documents, pairs\nFROM effects\nWHERE ${conditions(chosen.other)}\n  AND statistic = ${name}`;
+    return `SELECT layer, head, untouched, intervened, change, standard_error, q, documents, pairs\nFROM effects\nWHERE ${conditions(chosen.other)}\n  AND statistic = ${name}`;
   }
   const of = (table, { run_id, intervention }) => `${table}.run_id = ${literal(run_id)} AND ${table}.intervention = ${literal(intervention)}`;
   return `SELECT layer, head, a.mean, b.mean AS other_mean, b.mean - a.mean AS difference,

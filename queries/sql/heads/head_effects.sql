@@ -1,14 +1,18 @@
 -- Heads ranked by what they do for the loss, to first order: a row for each effect.
 -- effect: rise of the loss in nats per token. direct: the part that reaches the logits without
--- passing a later layer. indirect: the rest. rank: by the size of the effect.
+-- passing a later layer. indirect: the rest. rank: by the size of the effect. p, q: of the effect
+-- against 0, as in effects.
 -- calibration: how the effect compares with measured interventions in the layer of the head, or
 -- else in all layers.
 -- Needs: statistics = ["effects"], or some of them.
 -- example: head_effects --limit 5
 WITH
-    effects AS (
-        SELECT * FROM head_summaries
+    tested AS (
+        SELECT *, two_sided_p(mean, standard_error, documents - 1, 0) AS p FROM head_summaries
         WHERE starts_with(statistic, 'effect_') AND count > 0
+    ),
+    effects AS (
+        SELECT *, scaled_p(p, run_id, intervention, input_family, statistic) AS scaled FROM tested
     ),
     -- Read once, because it reads every sequence. The untouched model alone was calibrated.
     compared AS MATERIALIZED (
@@ -38,7 +42,12 @@ SELECT
         WHEN of_layer.spearman IS NOT NULL THEN 'in its layer'
         WHEN of_all.spearman IS NOT NULL THEN 'in all layers'
         ELSE 'first order, not calibrated'
-    END AS calibration
+    END AS calibration,
+    effects.p,
+    adjusted_p(
+        effects.p, effects.scaled,
+        effects.run_id, effects.intervention, effects.input_family, effects.statistic
+    ) AS q
 FROM effects
 LEFT JOIN direct_parts
     ON direct_parts.statistic = 'direct_' || effects.statistic

@@ -1,24 +1,43 @@
 -- Heads ranked by attention to key 0, with the uniform baseline and ratios of norms at
 -- position 0 to those at other positions.
 -- is_sink: mean sink_alpha above the threshold, by default that of Gu et al. 2024 (arXiv
--- 2410.10781). sink_rate: share of sequences above it.
+-- 2410.10781), and above the uniform baseline with q <= 0.05. sink_rate: share of sequences above it.
+-- p, q: as in effects, of sink_mass less the baseline, which is the same in every sequence.
 -- parameter threshold DOUBLE = 0.3: Mean sink_alpha above which a head is a sink.
 -- example: sink_heads --threshold 0.2 --limit 5
 WITH
-    head_sums AS (
+    by_document AS (
         -- sum and count are faster than avg over the rows of large runs.
         SELECT
             run_id, intervention, input_family, layer, head,
-            count(sink_mass) AS sequences,
-            sum(sink_mass::DOUBLE) / count(sink_mass) AS sink_mass,
-            sum(((1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx > $threshold)::INT)
-                / count(sink_mass) AS sink_rate,
-            sum(sink_value_norm::DOUBLE) / count(sink_value_norm) AS first_value,
-            sum(value_norm::DOUBLE) / count(value_norm) AS mean_value,
-            sum(sink_resid_pre_norm::DOUBLE) / count(sink_resid_pre_norm) AS first_resid,
-            sum(resid_pre_norm::DOUBLE) / count(resid_pre_norm) AS mean_resid
+            document_sums(sink_mass, document) AS sums,
+            sum(((1 + (n_ctx - 1) * sink_mass::DOUBLE) / n_ctx > $threshold)::INT) AS above,
+            sum(sink_value_norm::DOUBLE) AS first_value,
+            count(sink_value_norm) AS first_values,
+            sum(value_norm::DOUBLE) AS value,
+            count(value_norm) AS values,
+            sum(sink_resid_pre_norm::DOUBLE) AS first_resid,
+            count(sink_resid_pre_norm) AS first_resids,
+            sum(resid_pre_norm::DOUBLE) AS resid,
+            count(resid_pre_norm) AS resids
         FROM heads
         JOIN (SELECT run_id, n_ctx FROM runs) USING (run_id)
+        JOIN internal.documents USING (run_id, intervention, sequence)
+        GROUP BY run_id, intervention, input_family, layer, head, document
+    ),
+    head_sums AS (
+        SELECT
+            run_id, intervention, input_family, layer, head,
+            sum(sums.number)::BIGINT AS sequences,
+            document_mean(sums) AS sink_mass,
+            document_error(sums) AS standard_error,
+            sum(sums.documents)::BIGINT AS documents,
+            sum(above) / sum(sums.number) AS sink_rate,
+            sum(first_value) / sum(first_values) AS first_value,
+            sum(value) / sum(values) AS mean_value,
+            sum(first_resid) / sum(first_resids) AS first_resid,
+            sum(resid) / sum(resids) AS mean_resid
+        FROM by_document
         GROUP BY ALL
     ),
     head_means AS (
@@ -37,6 +56,21 @@ WITH
         SELECT run_id, avg(uniform_sink_mass) AS uniform_baseline
         FROM sequences
         GROUP BY ALL
+    ),
+    tested AS (
+        SELECT
+            *,
+            two_sided_p(
+                sink_mass - uniform_baseline, standard_error, documents - 1, sink_mass
+            ) AS p
+        FROM head_means
+        LEFT JOIN uniform_baselines USING (run_id)
+    ),
+    scaled AS (
+        SELECT *, scaled_p(p, run_id, intervention, input_family, NULL) AS scaled FROM tested
+    ),
+    adjusted AS (
+        SELECT *, adjusted_p(p, scaled, run_id, intervention, input_family, NULL) AS q FROM scaled
     )
 SELECT
     run_id, model, n_ctx, intervention, input_family,
@@ -48,12 +82,12 @@ SELECT
         )
     END AS rank,
     'L' || layer || 'H' || head AS label,
-    layer, head, sink_mass, uniform_baseline, sink_alpha,
-    sink_alpha > $threshold AS is_sink,
+    layer, head, sink_mass, standard_error, documents, uniform_baseline, sink_alpha,
+    sink_alpha > $threshold
+        AND (uniform_baseline IS NULL OR (sink_mass > uniform_baseline AND q <= 0.05)) AS is_sink,
     sink_rate,
     first_value / nullif(other_values, 0) AS value_norm_ratio,
     first_resid / nullif(other_resid, 0) AS resid_pre_norm_ratio,
-    sequences
-FROM head_means
-LEFT JOIN uniform_baselines USING (run_id)
+    sequences, p, q
+FROM adjusted
 ORDER BY run_id, intervention, input_family, rank, layer, head

@@ -2,7 +2,8 @@
 -- headcount calibrate has measured.
 -- estimate, measured: means over the same sequences, in nats per token. measured is the loss under
 -- the intervention less that of the untouched model, and its size where the effect is a size.
--- measured_error: standard error of measured, over documents; NULL for one document.
+-- measured_error: standard error of measured, over documents; NULL for one document. p, q: of
+-- measured against 0, over the heads that were measured, as in effects.
 -- Needs: a run with effects among its statistics, and headcount calibrate of it.
 WITH
     -- A column that no run has measured is there, and empty.
@@ -66,16 +67,28 @@ WITH
                 '{head}', estimates.head::VARCHAR
             )
         GROUP BY ALL
+    ),
+    by_head AS (
+        SELECT
+            run_id, model, statistic, layer, head,
+            sum(estimated) / sum(sums.number) AS estimate,
+            document_mean(sums) AS measured,
+            document_error(sums) AS measured_error,
+            sum(sums.documents)::BIGINT AS documents,
+            sum(sums.number)::BIGINT AS sequences
+        FROM by_document
+        GROUP BY ALL
+    ),
+    tested AS (
+        SELECT *, two_sided_p(measured, measured_error, documents - 1, 0) AS p FROM by_head
+    ),
+    scaled AS (
+        SELECT *, scaled_p(p, run_id, NULL, NULL, statistic) AS scaled FROM tested
     )
 SELECT
     run_id, model, statistic,
     'L' || layer || 'H' || head AS label,
-    layer, head,
-    sum(estimated) / sum(sums.number) AS estimate,
-    document_mean(sums) AS measured,
-    document_error(sums) AS measured_error,
-    sum(sums.documents)::BIGINT AS documents,
-    sum(sums.number)::BIGINT AS sequences
-FROM by_document
-GROUP BY ALL
+    layer, head, estimate, measured, measured_error, documents, sequences,
+    p, adjusted_p(p, scaled, run_id, NULL, NULL, statistic) AS q
+FROM scaled
 ORDER BY run_id, statistic, layer, head

@@ -1,6 +1,6 @@
 -- How the means of two groups of sequences differ, per head and statistic.
 -- difference: mean of this minus mean of other. standard_error: √(SE² + SE²). z: difference /
--- standard_error.
+-- standard_error. p, q: as in effects, with the degrees of freedom of Welch and Satterthwaite.
 -- The error is too large for groups that share documents. For runs on the same sequences take
 -- run_changes.
 -- Needs: two groups to compare; subsets of the Pile need an input of the family pile.
@@ -50,41 +50,81 @@ WITH
         FROM named
         WHERE name IS NOT NULL
         GROUP BY ALL
+    ),
+    pairs AS (
+        SELECT
+            one.* EXCLUDE (name, n, documents, mean, squared_error),
+            one.name AS this_name,
+            two.name AS other_name,
+            one.mean AS this_mean,
+            two.mean AS other_mean,
+            one.mean - two.mean AS difference,
+            sqrt(one.squared_error + two.squared_error) AS error,
+            one.n AS this_n,
+            two.n AS other_n,
+            one.documents AS this_documents,
+            two.documents AS other_documents,
+            -- Welch and Satterthwaite. Where both errors are 0, p needs none.
+            coalesce((one.squared_error + two.squared_error) ** 2 / nullif(
+                one.squared_error ** 2 / (one.documents - 1)
+                + two.squared_error ** 2 / (two.documents - 1),
+                0
+            ), 1) AS df
+        FROM with_errors AS one
+        JOIN with_errors AS two
+            ON one.name <> two.name
+            AND one.same_run IS NOT DISTINCT FROM two.same_run
+            AND one.same_model IS NOT DISTINCT FROM two.same_model
+            AND one.same_input IS NOT DISTINCT FROM two.same_input
+            AND one.intervention = two.intervention
+            AND one.layer = two.layer
+            AND one.head = two.head
+            AND one.measured = two.measured
+        -- Without a choice each pair of groups comes once.
+        WHERE one.name = coalesce($this, one.name)
+            AND two.name = coalesce($other, two.name)
+            AND ($this IS NOT NULL OR $other IS NOT NULL OR one.name < two.name)
+    ),
+    tested AS (
+        SELECT
+            *,
+            two_sided_p(
+                difference, error, df, greatest(abs(this_mean), abs(other_mean))
+            ) AS p
+        FROM pairs
+    ),
+    scaled AS (
+        SELECT
+            *,
+            scaled_p(
+                p, same_run, intervention, same_input, measured,
+                other := (same_model, this_name, other_name)
+            ) AS scaled
+        FROM tested
     )
 SELECT
-    one.same_run AS run_id,
-    one.same_model AS model,
-    one.same_input AS input_family,
-    one.intervention,
-    'L' || one.layer || 'H' || one.head AS label,
-    one.layer, one.head,
-    one.measured AS statistic,
+    same_run AS run_id,
+    same_model AS model,
+    same_input AS input_family,
+    intervention,
+    'L' || layer || 'H' || head AS label,
+    layer, head,
+    measured AS statistic,
     $compare AS compared,
-    one.name AS this,
-    two.name AS other,
-    one.mean AS this_mean,
-    two.mean AS other_mean,
-    one.mean - two.mean AS difference,
-    sqrt(one.squared_error + two.squared_error) AS standard_error,
-    (one.mean - two.mean) / nullif(sqrt(one.squared_error + two.squared_error), 0) AS z,
-    one.n::BIGINT AS this_sequences,
-    two.n::BIGINT AS other_sequences,
-    one.documents::BIGINT AS this_documents,
-    two.documents::BIGINT AS other_documents
-FROM with_errors AS one
-JOIN with_errors AS two
-    ON one.name <> two.name
-    AND one.same_run IS NOT DISTINCT FROM two.same_run
-    AND one.same_model IS NOT DISTINCT FROM two.same_model
-    AND one.same_input IS NOT DISTINCT FROM two.same_input
-    AND one.intervention = two.intervention
-    AND one.layer = two.layer
-    AND one.head = two.head
-    AND one.measured = two.measured
--- Without a choice each pair of groups comes once.
-WHERE one.name = coalesce($this, one.name)
-    AND two.name = coalesce($other, two.name)
-    AND ($this IS NOT NULL OR $other IS NOT NULL OR one.name < two.name)
+    this_name AS this,
+    other_name AS other,
+    this_mean, other_mean, difference,
+    error AS standard_error,
+    difference / nullif(error, 0) AS z,
+    this_n::BIGINT AS this_sequences,
+    other_n::BIGINT AS other_sequences,
+    this_documents::BIGINT AS this_documents,
+    other_documents::BIGINT AS other_documents,
+    p,
+    adjusted_p(
+        p, scaled, same_run, intervention, same_input, measured,
+        other := (same_model, this_name, other_name)
+    ) AS q
+FROM scaled
 ORDER BY
-    run_id, model, input_family, one.intervention, one.measured, one.name, two.name, one.layer,
-    one.head
+    run_id, model, input_family, intervention, measured, this_name, other_name, layer, head

@@ -3,6 +3,7 @@
 -- A pair is one sequence on which the statistic is defined with and without the intervention.
 -- untouched, intervened, change: means over the pairs. standard_error: of the change, over documents;
 -- NULL for one document.
+-- p: two-sided, Student's t with documents - 1 degrees of freedom. q: adjusted over the heads.
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
     -- All statistics of a row as one list: then a single join pairs them all. If DuckDB kept it as
@@ -65,13 +66,25 @@ WITH
             sum(sums.number)::BIGINT AS pairs
         FROM changes_of_documents
         GROUP BY ALL
+    ),
+    tested AS (
+        SELECT
+            *,
+            two_sided_p(
+                change, standard_error, documents - 1, greatest(abs(untouched), abs(intervened))
+            ) AS p
+        FROM changes
+    ),
+    scaled AS (
+        SELECT *, scaled_p(p, run_id, intervention, input_family, number) AS scaled FROM tested
     )
 SELECT
     run_id, model, n_ctx, intervention, input_family,
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    untouched, intervened, change, standard_error, documents, pairs
-FROM changes
+    untouched, intervened, change, standard_error, documents, pairs,
+    p, adjusted_p(p, scaled, run_id, intervention, input_family, number) AS q
+FROM scaled
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id), statistic_names
 ORDER BY run_id, intervention, input_family, layer, head, number

@@ -1,7 +1,7 @@
 -- What differs between two runs in each statistic of each head, on sequences with the same tokens.
 -- One row per pair of runs in both directions, intervention, head and statistic.
 -- change: mean of run_id minus other_run over the sequences on which both are defined.
--- standard_error: over documents; NULL for one document.
+-- standard_error: over documents; NULL for one document. p, q: as in effects.
 -- Needs: two runs of the same input (family, seed, n_ctx, corpus).
 WITH
     -- A hash of 64 bits stands for the tokens. That is enough: only sequences of the same number
@@ -72,18 +72,36 @@ WITH
         FROM changes_of_documents
         GROUP BY ALL
     ),
+    tested AS (
+        SELECT
+            *,
+            two_sided_p(change, standard_error, documents - 1, greatest(abs(other), abs(this))) AS p
+        FROM changes
+    ),
+    scaled AS (
+        SELECT
+            *,
+            scaled_p(
+                p, run_id, intervention, input_family, number, other := other_run
+            ) AS scaled
+        FROM tested
+    ),
     models AS (
         SELECT run_id, model, n_ctx FROM runs
     )
 SELECT
-    changes.run_id, changes.other_run,
+    scaled.run_id, scaled.other_run,
     models.model, other_models.model AS other_model, models.n_ctx,
     intervention, input_family,
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    other, this, change, standard_error, documents, pairs
-FROM changes
+    other, this, change, standard_error, documents, pairs,
+    p,
+    adjusted_p(
+        p, scaled, scaled.run_id, intervention, input_family, number, other := other_run
+    ) AS q
+FROM scaled
 JOIN models USING (run_id)
 JOIN models AS other_models ON other_models.run_id = other_run, statistic_names
-ORDER BY changes.run_id, other_run, intervention, input_family, layer, head, number
+ORDER BY scaled.run_id, other_run, intervention, input_family, layer, head, number

@@ -136,16 +136,21 @@ def test_statistics_that_differ_between_heads_are_maps_and_others_are_lines(page
 
 
 @pytest.mark.long
-def test_it_says_what_was_scanned_what_leads_and_how_sure_that_is(page: Page) -> None:
+def test_it_says_what_was_scanned_what_leads_and_how_sure_that_is(
+    page: Page, database: RunDatabase
+) -> None:
     assert page.texts("h1") == ["What the attention heads of a <b>model</b> do"]
     assert page.texts("#progress") == ["2 of 4 sequences are in (50 %) · 30 rows · input pile"]
     warning = "Incomplete: 1 of 2 shards are done, which are 2 of 4 sequences."
     assert page.texts("#warnings .warning") == [warning]
-    # The values are 14/16 and 14/16 + 1/64: mean 0.8828, standard error 1/128. L2H3 is 1/16 lower.
-    # sink_alpha is above 0.3 if sink_mass is above 1/8: all but the two lowest heads.
+    # The values are 14/16 and 14/16 + 1/64: mean 0.8828, standard error 1/128. sink_alpha is above
+    # 0.3 if sink_mass is above 1/8: all but the two lowest heads. q says which are above the baseline.
+    sql = "SELECT count(*) FROM sink_heads WHERE run_id = 'a-1' AND is_sink"
+    ((passing,),) = database.rows(sql)
+    assert 0 < passing < 13
     assert page.texts("#finding") == [
-        "L2H4 leads in sink_mass with 0.8828 ± 0.0078, 3.5 times the uniform baseline. It is 5.7 "
-        "standard errors above L2H3. 13 of 15 heads pass the threshold of sink_heads."
+        "L2H4 leads in sink_mass with 0.8828 ± 0.0078, 3.5 times the uniform baseline. "
+        f"{passing} of 15 heads pass the threshold of sink_heads, q <= 0.05."
     ]
     assert page.texts("#sentence") == [
         "sink_mass of L2H4 is 0.8828 ± 0.0078 over 2 sequences, 3.5 times the uniform baseline, "
@@ -261,13 +266,20 @@ def test_an_intervention_or_a_run_beside_another(page: Page, database: RunDataba
     sql = "SELECT change FROM effects WHERE statistic = 'sink_mass' ORDER BY layer, head"
     shown = [float(label.split("  ")[1].replace("−", "-")) for label in labels]
     assert shown == pytest.approx([change for (change,) in database.rows(sql)], rel=1e-3)
+    sql = "SELECT q FROM effects WHERE statistic = 'sink_mass' ORDER BY layer, head"
+    q = [q for (q,) in database.rows(sql)]
+    pale = page.attributes("#heatmap figure:nth-child(3) .cell", "fill-opacity")
+    assert [opacity == "0.3" for opacity in pale] == [one > 0.05 for one in q]
+    page.cell("L2H0").send_keys(Keys.ARROW_RIGHT)
+    shown = page.texts("#readout")[0].rpartition(", q ")[2]
+    assert float(shown.replace("−", "-")) == pytest.approx(q[LABELS.index("L2H1")], rel=1e-3)
     row = next(row for row in page.rows("#card") if row[0] == "sink_mass")
     assert row[1:4] == ["0.6328", "0.3164", "−0.3164 ± 0.0023"]
     page.show("run=a-1&with=d-4/none&head=L0H1")
     page.cell("L0H1").send_keys(Keys.ARROW_LEFT)
     # L0H0 has 0 and 1/64 in both. Its error over two sequences is 1/128, over four 1/128 · √(1/3).
     error = math.hypot(1 / 128, 1 / 128 / math.sqrt(3))
-    assert page.texts("#readout")[0].endswith(f"difference 0 ± {error:.2g}")
+    assert page.texts("#readout")[0].endswith(f"difference 0 ± {error:.2g}, q 1")
     pale = page.attributes("#heatmap figure:nth-child(3) .cell", "fill-opacity")
     assert pale == ["0.3"] * len(LABELS)
 
