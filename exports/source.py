@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,8 @@ class ExportSource:
     """Where the file or folder will be, for formats that depend on its name."""
     baseline: ExportSource | None = None
     """The second run, if the format needs one (`Needs.baseline`)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where a format measures what it needs beside the run (`exports.confirmation`)."""
 
     @property
     def run_id(self) -> str:

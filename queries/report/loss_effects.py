@@ -23,8 +23,11 @@ def effects_among(statistics: Iterable[str]) -> list[str]:
 
 
 def is_calibration(run: Record) -> bool:
-    """Whether `headcount calibrate` made a run: it has losses, and one statistic of one layer."""
-    return run["name"].endswith("-calibration") and run["statistics"] == ["sink_mass"]
+    """Whether a run has only losses beside another, and one statistic of one layer: `headcount
+    calibrate` or an export made it.
+    """
+    is_beside = run["name"].endswith(("-calibration", "-confirmation"))
+    return is_beside and run["statistics"] == ["sink_mass"]
 
 
 def shown_runs(runs: Iterable[Record]) -> list[Record]:
