@@ -35,6 +35,6 @@ def groups_of(groups: int, text: str) -> list[LayerGroup]:
     return [
         (layer, group)
         for layer, number in enumerate(numbers)
-        for group in range(groups)
+        for group in range(min(groups, number.bit_length()))
         if number >> group & 1
     ]

@@ -22,6 +22,8 @@ from headcount.workers.engine.changes import Streaming, hide
 from headcount.workers.interventions.intervention_registry import intervention
 from headcount.workers.model.files.model_info import ModelInfo
 
+GroupCount = Annotated[int, Field(ge=1, le=1024)]
+
 Groups = Annotated[str, Field(pattern="^x[0-9a-f]+$")]
 """As `groups_text` writes them."""
 
@@ -46,9 +48,12 @@ def _hides_nothing(options: Mapping[str, Any], n_ctx: int) -> str | None:
 def _refused_groups(options: Mapping[str, Any], n_ctx: int) -> str | None:
     """The same for groups of heads."""
     groups, chosen = options["groups"], options["chosen"]
-    in_order = groups_text(groups, groups_of(groups, chosen))
-    if in_order == "x" or chosen != in_order:
-        return f"chosen: expected some of {groups} groups in a layer, as {in_order}, got {chosen}"
+    named = groups_of(groups, chosen)
+    if not named or chosen != groups_text(groups, named):
+        return (
+            f"chosen: expected x, then {-(-groups // 4)} hexadecimal digits below 2^{groups} for "
+            f"each layer up to the last chosen one, got {chosen}"
+        )
     return _hides_nothing(options, n_ctx)
 
 
@@ -111,7 +116,13 @@ def stream_other_heads(
 
 @intervention(refuse=_refused_groups, streaming=_streaming_groups)
 def stream_groups(
-    attn_scores: Tensor, layer: int, *, sink: Index, recent: Count, groups: Count, chosen: Groups
+    attn_scores: Tensor,
+    layer: int,
+    *,
+    sink: Index,
+    recent: Count,
+    groups: GroupCount,
+    chosen: Groups,
 ) -> Tensor:
     """What stream_heads does to whole groups of neighbouring heads, of which a layer has `groups`:
     1 for layers, or as many as KV heads. `chosen` is x and a hexadecimal number for each layer up
