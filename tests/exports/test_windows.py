@@ -68,7 +68,7 @@ def test_documents_are_numbered_and_too_few_are_refused(tmp_path: Path):
 
 def test_the_least_costly_are_chosen_among_the_best_by_estimate():
     estimates = np.array([[0.5, 0.5], [0.1, 0.3], [0, 0.2], [0.3, 0.3], [0.4, 0.4]])
-    assert best_by_estimate(estimates, 2).tolist() == [2, 1, 3, 4]
+    assert best_by_estimate(estimates, 2) == [2, 1, 3, 4]
     changes = np.array([[-9, -9], [0.5, 0.5], [0.25, 0.5], [0.25, 0.25], [np.nan, np.nan]])
     # The first costs least, and its estimate is the worst. The last was not measured.
     assert least_costly(estimates, changes, 2) == [2, 3]

@@ -83,14 +83,14 @@ def choose_windows(
     flag: str,
 ) -> WindowChoice:
     """Choose `count` groups of heads, by default half of them, which see the first `sink` keys and
-    the last `window` from now on. Every layer has so many `groups`. Measures what is not measured.
+    the last `window` from now on. A layer has so many `groups`. What is not measured yet is.
 
     `flag` is the option that says how many.
     """
     documents = documents_of(source, sequences)
     found = estimates_of(source, groups, f"effect_window({sink},{window})", len(documents))
     candidates, estimates = [*found], np.array([*found.values()])
-    count = len(candidates) // 2 if count is None else count
+    count = max(1, len(candidates) // 2) if count is None else count
     if not 1 <= count <= len(candidates):
         raise QueryError(
             f"export {source.format.name}: {flag} {count}: expected 1 to {len(candidates)}, as "
@@ -109,7 +109,7 @@ def choose_windows(
 
     parts = int(documents.max()) + 1
     chooses = half_of(parts, 0, 0)[documents]
-    tried = np.sort(best_by_estimate(estimates[:, chooses], count))
+    tried = sorted(best_by_estimate(estimates[:, chooses], count))
     text_of(tried)  # Before anything is paid for.
     changes = np.full(estimates.shape, np.nan)
     changes[tried], first_run = changes_of_loss(
@@ -122,11 +122,11 @@ def choose_windows(
         candidates[index]: {
             "estimate": float(estimates[index, reports].mean()),
             **cost(changes[index, reports], documents[reports]),
-            "chosen": bool(index in chosen),
+            "chosen": index in chosen,
         }
         for index in tried
     }
-    of_singles = float(changes[np.ix_(chosen, reports)].mean(1).sum())
+    of_singles = float(changes[chosen][:, reports].mean(1).sum())
 
     def found_in(split: int, half: int) -> list[int]:
         is_in = half_of(parts, split, half)[documents]
@@ -142,9 +142,9 @@ def choose_windows(
     )
 
 
-def best_by_estimate(estimates: np.ndarray, count: int) -> np.ndarray:
+def best_by_estimate(estimates: np.ndarray, count: int) -> list[int]:
     """The 2 `count` candidates with the least mean estimates `[candidate sequence]`, best first."""
-    return np.argsort(estimates.mean(1), kind="stable")[: 2 * count]
+    return np.argsort(estimates.mean(1), kind="stable")[: 2 * count].tolist()
 
 
 def least_costly(estimates: np.ndarray, changes: np.ndarray, count: int) -> list[int]:
