@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -107,7 +108,7 @@ def export(
             "with the chosen heads whole, and with as many random ones.",
         ),
     ] = False,
-    device: Annotated[Device, typer.Option(help="Device of that scan, and of --check.")] = "auto",
+    device: Annotated[Device, typer.Option(help="Device of what is measured.")] = "auto",
     run_ids: Annotated[
         list[str] | None,
         typer.Option(
@@ -159,6 +160,7 @@ def export(
         runs = _scan(needs, scan_name, fields, overrides, device)
     found = _opened(str(runs), code)
     source = choose_run(found, export, options, destination, run_ids or (), baseline)
+    source = dataclasses.replace(source, device=device)
     exported: Exported = export.function(source, **options)
     # Before anything is written: the model, or what runs it, may not be there.
     trial = _tried_out(exported, source, model, device) if check else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -60,6 +60,8 @@ class ExportSource:
     """Which half of which split of the documents `sums` are over. None: all documents."""
     known_sums: dict[str, DocumentSums] = field(default_factory=dict, repr=False)
     """What was read already: halves are parts of it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where a format measures what it needs beside the run (`exports.confirmation`)."""
 
     @property
     def run_id(self) -> str:

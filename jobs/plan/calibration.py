@@ -1,8 +1,9 @@
-"""The scan that measures what the effects of a run estimate: some heads, one intervention each."""
+"""Scans of losses under interventions beside a run, such as those that its effects estimate."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -11,7 +12,7 @@ from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.formulas import CALIBRATED
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.scans.measured_heads import Head, MeasuredHeads
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.interventions import bind
 from headcount.workers.model.files.model_info import ModelInfo
@@ -21,7 +22,7 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
     """The fields of a scan of the first sequences of a run, under the interventions whose effects
     the run estimates, each on the same drawn heads.
 
-    Its rows are losses. The view `effect_calibration` finds them beside the estimates.
+    The view `effect_calibration` finds the losses beside the estimates.
     """
     manifest = run.manifest()
     templates = [
@@ -29,18 +30,28 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
         for record in manifest.kinds.get("statistics", {}).values()
         if record.get(CALIBRATED)
     ]
-    fields = dict(manifest.identity["scan"])
-    info = _info(manifest)
+    info, n_ctx = _info(manifest), manifest.identity["scan"]["n_ctx"]
     drawn = drawn_heads(manifest, info, heads, draw)
     texts = (t.format(layer=head.layer, head=head.head) for t in templates for head in drawn)
     # A window as long as the sequences has no effect, and none to measure.
-    interventions = [text for text in texts if _does_something(text, info, fields["n_ctx"])]
+    interventions = [text for text in texts if _does_something(text, info, n_ctx)]
     if not interventions:
         raise RunError(
             f"{run.run_id}: expected a run with effects that an intervention can measure on "
-            f"sequences of {fields['n_ctx']} tokens (shorter windows), and it has none; add "
+            f"sequences of {n_ctx} tokens (shorter windows), and it has none; add "
             '"effects" to statistics in its scan, and scan again'
         )
+    return scan_of_losses(run, interventions, sequences)
+
+
+def scan_of_losses(
+    run: RunDirectory, interventions: Sequence[str], sequences: int
+) -> dict[str, Any]:
+    """The fields of a scan of the losses of the first sequences of a run: of the untouched model,
+    and under interventions.
+    """
+    manifest = run.manifest()
+    fields = dict(manifest.identity["scan"])
     kept = min(sequences, manifest.sequences)
     fields |= {
         "interventions": ["none", *interventions],
@@ -50,7 +61,7 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
         "curves": [],
         "weight_statistics": [],
         # Of one layer, so that the others need no pattern; losses need a whole pass anyway.
-        "layers": [drawn[0].layer],
+        "layers": [_measured_heads(manifest, _info(manifest)).layers[0]],
         "heads": "all",
         "sequences": kept,
         "sequences_per_shard": min(kept, fields["sequences_per_shard"]),
@@ -71,8 +82,7 @@ def _set(fields: dict[str, Any]) -> dict[str, Any]:
 
 def drawn_heads(manifest: Manifest, info: ModelInfo, count: int, draw: int) -> list[Head]:
     """Heads of a run, as many of each layer as of the others, but for one."""
-    scan = parse_scan({**manifest.identity["scan"], "sequences": 1})
-    measured = scan.measured_heads(info)
+    measured = _measured_heads(manifest, info)
     generator = random.Random(draw)
     shuffled = [
         generator.sample([Head(layer, head) for head in of_layer], len(of_layer))
@@ -80,6 +90,10 @@ def drawn_heads(manifest: Manifest, info: ModelInfo, count: int, draw: int) -> l
     ]
     turns = (head for turn in zip_longest(*shuffled) for head in turn if head is not None)
     return sorted([head for head, _ in zip(turns, range(count), strict=False)])
+
+
+def _measured_heads(manifest: Manifest, info: ModelInfo) -> MeasuredHeads:
+    return parse_scan({**manifest.identity["scan"], "sequences": 1}).measured_heads(info)
 
 
 def _info(manifest: Manifest) -> ModelInfo:

@@ -23,7 +23,7 @@ def effects_among(statistics: Iterable[str]) -> list[str]:
 
 
 def is_calibration(run: Record) -> bool:
-    """Whether `headcount calibrate` made a run."""
+    """Whether a run has only losses beside another: `headcount calibrate` or an export made it."""
     return run["calibrates"] is not None
 
 

@@ -418,6 +418,16 @@ def stream_other_heads(
     return streamed(value, sink, recent, lambda h: f"L{place.layer}H{h}" not in heads)
 
 
+@of("attn_scores")
+def stream_groups(
+    value: Array, place: Place, untouched: Weights, sink: int, recent: int, groups: int, chosen: str
+) -> Array:
+    digits, size = (groups + 3) // 4, len(value) // groups
+    of_layer = chosen[1:][place.layer * digits :][:digits] or "0"
+    bits = f"{int(of_layer, 16):0{groups}b}"[::-1]
+    return streamed(value, sink, recent, lambda h: bits[h // size] == "1")
+
+
 def streamed(value: Array, sink: int, recent: int, streams: Callable[[int], bool]) -> Array:
     for head in range(len(value)):
         if streams(head):

@@ -1,0 +1,205 @@
+"""Which groups of heads can get a window at the least loss: ranked by effects, then measured.
+
+Effects of single heads add up, so the estimate of a group is their sum. The best 2k groups are
+measured one by one, and the k that cost least are chosen. Then all of these are measured together,
+because joint effects are no sums.
+
+Half of the documents rank and choose. The numbers in a file are of the others: what was chosen
+because it looks good in some documents looks better there than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headcount.exports.certainty import Stability, half_of, stability_of
+from headcount.exports.confirmation import changes_of_loss, documents_of
+from headcount.exports.registry import CacheCut
+from headcount.exports.source import ExportSource, column_of
+from headcount.queries.sql_text import quoted_name
+from headcount.schemas.errors import QueryError, counted
+from headcount.schemas.scans.head_groups import LayerGroup, groups_text
+from headcount.schemas.scans.scan import LONGEST_INTERVENTION
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowChoice:
+    """Groups of heads that get a window, and what that costs in nats per token."""
+
+    chosen: list[LayerGroup]
+    """In order."""
+    groups: int
+    """Groups in a layer."""
+    measured: dict[LayerGroup, dict[str, object]]
+    """What each measured group costs by itself, in order."""
+    joint: dict[str, object]
+    """What all chosen groups cost together, and the sum of what each costs."""
+    stability: Stability
+    run_ids: list[str]
+    """The runs that measured it."""
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What is the same in every file."""
+        return {
+            "joint": self.joint,
+            "stability": self.stability.facts,
+            "confirmation": self.run_ids,
+        }
+
+    def notes(self, words: str) -> tuple[str, ...]:
+        """What it costs, and how sure the choice is. `words` say what gets a window."""
+        joint = self.joint
+        return (
+            f"{words} changes the loss by {joint['delta_nll']:+.4g} ± "
+            f"{joint['standard_error']:.2g} nats per token; one by one, they add up to "
+            f"{joint['sum_of_singles']:+.4g} (over {joint['documents']:,} other documents)",
+            str(self.stability),
+        )
+
+    def cut(self, source: ExportSource, sink: int, window: int) -> CacheCut:
+        """The cache of a model with these windows."""
+        n_layers, n_kv_heads = source.kv_shape
+        heads = [
+            (layer, head)
+            for layer in range(n_layers)
+            for head in range(n_kv_heads)
+            if (layer, head * self.groups // n_kv_heads) not in self.chosen
+        ]
+        return CacheCut(heads=heads, sink=sink, recent=window)
+
+
+def choose_windows(
+    source: ExportSource,
+    groups: int,
+    count: int | None,
+    *,
+    sink: int,
+    window: int,
+    sequences: int,
+    flag: str,
+) -> WindowChoice:
+    """Choose `count` groups of heads, by default half of them, which see the first `sink` keys and
+    the last `window` from now on. A layer has so many `groups`. What is not measured yet is.
+
+    `flag` is the option that says how many.
+    """
+    documents = documents_of(source, sequences)
+    found = estimates_of(source, groups, f"effect_window({sink},{window})", len(documents))
+    candidates, estimates = [*found], np.array([*found.values()])
+    count = max(1, len(candidates) // 2) if count is None else count
+    if not 1 <= count <= len(candidates):
+        raise QueryError(
+            f"export {source.format.name}: {flag} {count}: expected 1 to {len(candidates)}, as "
+            f"many as run {source.run_id} has"
+        )
+
+    def text_of(chosen: Sequence[int]) -> str:
+        members = groups_text(groups, [candidates[index] for index in chosen])
+        text = f"stream_groups({sink},{window},{groups},{members})"
+        if len(text) > LONGEST_INTERVENTION:
+            raise QueryError(
+                f"export {source.format.name}: {flag} {count}: an intervention on that many takes "
+                f"{len(text)} characters, expected at most {LONGEST_INTERVENTION}; ask for fewer"
+            )
+        return text
+
+    parts = int(documents.max()) + 1
+    chooses = half_of(parts, 0, 0)[documents]
+    tried = sorted(best_by_estimate(estimates[:, chooses], count))
+    text_of(tried)  # Before anything is paid for.
+    changes = np.full(estimates.shape, np.nan)
+    changes[tried], first_run = changes_of_loss(
+        source, [text_of([index]) for index in tried], len(documents)
+    )
+    chosen = least_costly(estimates[:, chooses], changes[:, chooses], count)
+    (together,), second_run = changes_of_loss(source, [text_of(chosen)], len(documents))
+    reports = ~chooses
+    measured = {
+        candidates[index]: {
+            "estimate": float(estimates[index, reports].mean()),
+            **cost(changes[index, reports], documents[reports]),
+            "chosen": index in chosen,
+        }
+        for index in tried
+    }
+    of_singles = float(changes[chosen][:, reports].mean(1).sum())
+
+    def found_in(split: int, half: int) -> list[int]:
+        is_in = half_of(parts, split, half)[documents]
+        return least_costly(estimates[:, is_in], changes[:, is_in], count)
+
+    return WindowChoice(
+        chosen=[candidates[index] for index in chosen],
+        groups=groups,
+        measured=measured,
+        joint=cost(together[reports], documents[reports]) | {"sum_of_singles": of_singles},
+        stability=stability_of(found_in, parts),
+        run_ids=[first_run, second_run],
+    )
+
+
+def best_by_estimate(estimates: np.ndarray, count: int) -> list[int]:
+    """The 2 `count` candidates with the least mean estimates `[candidate sequence]`, best first."""
+    return np.argsort(estimates.mean(1), kind="stable")[: 2 * count].tolist()
+
+
+def least_costly(estimates: np.ndarray, changes: np.ndarray, count: int) -> list[int]:
+    """The `count` candidates, in order, with the least mean changes of the loss among those that
+    are best by estimate: `[candidate sequence]` both.
+
+    A candidate that was not measured is NaN and cannot be chosen.
+    """
+    costs = changes.mean(1)
+    known = [index for index in best_by_estimate(estimates, count) if not np.isnan(costs[index])]
+    return sorted(sorted(known, key=costs.__getitem__)[:count])
+
+
+def estimates_of(
+    source: ExportSource, groups: int, statistic: str, sequences: int
+) -> dict[LayerGroup, list[float]]:
+    """The sum of an effect over the heads of each group, for each of the first sequences."""
+    column = quoted_name(column_of(statistic))
+    rows = source.database.rows(
+        f"""
+        SELECT layer, head * {groups} // {source.run["n_heads"]} AS part, sum({column}::DOUBLE)
+        FROM heads
+        WHERE {source.condition} AND sequence < {sequences}
+        GROUP BY layer, part, sequence
+        ORDER BY layer, part, sequence"""
+    )
+    estimates: dict[LayerGroup, list[float]] = {}
+    for layer, group, estimate in rows:
+        if estimate is None:
+            raise QueryError(
+                f"run {source.run_id}: {column_of(statistic)} of layer {layer} has no value in one "
+                "of its sequences; expected sequences longer than sink + window"
+            )
+        estimates.setdefault((layer, group), []).append(estimate)
+    least = min(map(len, estimates.values()), default=0)
+    if least < sequences:
+        raise QueryError(
+            f"run {source.run_id}: {least} of its first {counted(sequences, 'sequence')} have rows "
+            f"of every head; headcount resume {source.opened.directory.path} --verify measures the "
+            "others anew"
+        )
+    return estimates
+
+
+def cost(changes: np.ndarray, documents: np.ndarray) -> dict[str, object]:
+    """The mean of changes of the loss `[sequence]`, and its standard error over documents.
+
+    s² = Σ_d (S_d - n_d x̄)² / N² · D / (D - 1)
+    """
+    _, of_document = np.unique(documents, return_inverse=True)
+    residuals = np.bincount(of_document, changes - changes.mean())  # S_d - n_d x̄
+    number = len(residuals)
+    error = np.sqrt((residuals**2).sum() * number / (number - 1)) / len(changes)
+    return {
+        "delta_nll": float(changes.mean()),
+        "standard_error": float(error),
+        "documents": number,
+    }
