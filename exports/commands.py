@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headcount.exports.registry import Exported, ExportFormat, Needs
     from headcount.exports.source import ExportSource
     from headcount.queries.ask.asking import RunDatabase
+    from headcount.schemas.files.run_directory import RunDirectory
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -128,6 +129,8 @@ def export(
     from headcount.exports.destination import check_destination, write_export
     from headcount.exports.registry import FORMATS, export_formats
     from headcount.exports.source import choose_run
+    from headcount.schemas.files.places import absolute
+    from headcount.schemas.files.run_directory import RunDirectory
 
     formats = export_formats()
     if listed:
@@ -149,15 +152,22 @@ def export(
     if model is None and overrides:
         raise QueryError("--set is about the scan of --model; leave it out")
     baseline = None
+    needs = export.needs(options)
     if model is not None:
         fields = {"model": model, "out": runs or "runs"}
-        needs, scan_name = export.needs(options), f"export-{name}"
+        scan_name = f"export-{name}"
         # First, as its input takes fewer options: what it refuses is said before anything is
         # measured.
         if needs.baseline is not None:
             scanned = _scan(needs.baseline, f"{scan_name}-baseline", fields, overrides, device)
             baseline = _opened(scanned)
         runs = _scan(needs, scan_name, fields, overrides, device)
+    directory = RunDirectory(absolute(str(runs)))
+    # A calibration lies beside its run.
+    if needs.calibrated and directory.path.name.startswith("run_id="):
+        if model is not None:
+            _calibrate(directory, device)
+        runs, run_ids = str(directory.path.parent), [directory.run_id]
     found = _opened(str(runs), code)
     source = choose_run(found, export, options, destination, run_ids or (), baseline)
     source = dataclasses.replace(source, device=device)
@@ -235,6 +245,17 @@ def _scan(
         quiet=False,
     )
     return str(run)
+
+
+def _calibrate(run: RunDirectory, device: Device) -> None:
+    """Measure some of the interventions whose effects a run estimates, if that was not done."""
+    from headcount.jobs.api import measure_losses_beside
+    from headcount.jobs.commands.calibrate import DRAWN_HEADS, DRAWN_SEQUENCES
+    from headcount.jobs.plan.calibration import calibration_of
+    from headcount.jobs.resources import Resources
+
+    fields = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, draw=0)
+    measure_losses_beside(run, fields, "calibration", Resources(replicas=0, device=device))
 
 
 def _opened(runs: str, code: str | None = None) -> RunDatabase:

@@ -45,25 +45,15 @@ def changes_of_loss(
     That run is NAME-confirmation. It is continued if it is there, and nothing is measured twice.
     """
     # What is not measured needs no torch.
-    from headcount.jobs.api import run_scan
+    from headcount.jobs.api import measure_losses_beside
     from headcount.jobs.plan.calibration import scan_of_losses
-    from headcount.jobs.plan.plan import where_begun
+    from headcount.jobs.resources import Resources
 
     # Paths would mean something else where the run was begun.
     run = RunDirectory(absolute(source.opened.directory.path))
-    with where_begun(run, []):
-        path = run_scan(
-            scan_of_losses(run, interventions, sequences),
-            {},
-            name=f"{run.run_id.rpartition('-')[0]}-confirmation",
-            replicas=0,
-            cores=0,
-            device=source.device,
-            address=None,
-            new=False,
-            quiet=False,
-            calibrates=run.run_id,
-        )
+    fields = scan_of_losses(run, interventions, sequences)
+    resources = Resources(replicas=0, device=source.device)
+    path = measure_losses_beside(run, fields, "confirmation", resources)
     database = open_runs(path)
     if _what_was_read(database, sequences) != _what_was_read(source.database, sequences, source):
         raise QueryError(

@@ -73,6 +73,7 @@ class Needs:
         parts = [*self.statistics, *(f"profile {name}" for name in self.profiles)]
         line = ", ".join(parts) or "a finished run"
         line += f"; input {' or '.join(self.families)}" if self.families else ""
+        line += "; headcount calibrate of it" if self.calibrated else ""
         return line if self.baseline is None else f"{line}; and {self.baseline}"
 
 

@@ -15,13 +15,14 @@ from typing import Literal
 from rich.console import Console
 
 from headcount.jobs.corpus.preparation import Preparation
-from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.plan import make_plan, prepare_run, where_begun
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import RunError, ScanError, counted, printable
 from headcount.schemas.files.places import Place
+from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.arguments import Location, Name, checked
 from headcount.schemas.scans.scan import Scan, load_scan, override_fields, parse_scan
 from headcount.schemas.scans.values import Index, in_toml, shortened
@@ -47,8 +48,8 @@ def run_scan(
     `headcount.scan` has the defaults.
 
     `fields` override those of the scan; a dotted name reaches into a table: `input.files`. `name`
-    names the run of a dict. `calibrates` is the run whose effects it measures, for its manifest.
-    The others mean what they mean for `headcount scan`.
+    names the run of a dict. `calibrates` is the run beside which it measures losses, for its
+    manifest. The others mean what they mean for `headcount scan`.
     """
     scan, name, text = _read(source, fields, name)
     prepare_process()
@@ -71,6 +72,29 @@ def run_scan(
             f"{failures[0].error}; mend the cause, then the same call continues it"
         )
     return plan.run.path
+
+
+def measure_losses_beside(
+    run: RunDirectory, fields: Mapping[str, object], word: str, resources: Resources
+) -> Place:
+    """Measure losses of the model of a run in a run of its own, NAME-WORD; returns where it lies.
+
+    `fields` are its scan (`jobs.plan.calibration`). If it is there, it is continued.
+    """
+    with where_begun(run, []):
+        return run_scan(
+            fields,
+            {},
+            # The name of a run is its id without the hash at the end.
+            name=f"{run.run_id.rpartition('-')[0]}-{word}",
+            replicas=resources.replicas,
+            cores=resources.cores,
+            device=resources.device,
+            address=resources.address,
+            new=False,
+            quiet=False,
+            calibrates=run.run_id,
+        )
 
 
 def _read(

@@ -11,6 +11,9 @@ from headcount.jobs.commands.options import ClusterAddress, Cores, DeviceOption,
 
 commands = typer.Typer(rich_markup_mode=None)
 
+DRAWN_HEADS, DRAWN_SEQUENCES = 20, 64
+"""How many heads are measured, and on how many sequences, if nobody says."""
+
 
 @commands.command()
 def calibrate(
@@ -18,10 +21,10 @@ def calibrate(
     runs: Runs = "runs",
     heads: Annotated[
         int, typer.Option(min=2, help="Number of heads that are drawn, equally from all layers.")
-    ] = 20,
+    ] = DRAWN_HEADS,
     sequences: Annotated[
         int, typer.Option(min=2, help="Number of the run's sequences that they are measured on.")
-    ] = 64,
+    ] = DRAWN_SEQUENCES,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draw.")] = 0,
     replicas: MaybeReplicas = None,
     cores: Cores = 0,
@@ -34,28 +37,14 @@ def calibrate(
     the first and continues like any other. Views, reports and exports of effects then say how well
     the estimates agree.
     """
-    from headcount.jobs.api import run_scan
+    from headcount.jobs.api import measure_losses_beside
     from headcount.jobs.commands.cluster import run_directory
     from headcount.jobs.plan.calibration import calibration_of
-    from headcount.jobs.plan.plan import where_begun
     from headcount.jobs.resources import Resources
 
     directory = run_directory(run, runs)
     resources = Resources.asked_for(replicas, cores, device, address)
-    with where_begun(directory, []):
-        fields = calibration_of(directory, heads, sequences, seed)
-        path = run_scan(
-            fields,
-            {},
-            # The name of a run is its id without the hash at the end.
-            name=f"{directory.run_id.rpartition('-')[0]}-calibration",
-            replicas=resources.replicas,
-            cores=resources.cores,
-            device=resources.device,
-            address=resources.address,
-            new=False,
-            quiet=False,
-            calibrates=directory.run_id,
-        )
+    fields = calibration_of(directory, heads, sequences, seed)
+    path = measure_losses_beside(directory, fields, "calibration", resources)
     print(path)
     print(f"  headcount query {path.parent} effect_calibration")

@@ -53,7 +53,7 @@ class Manifest(BaseModel):
     bad_rows_in_a_row: int = 100
     corpora: str | None = None
     calibrates: str | None = None
-    """The run beside which it measures losses, if `headcount calibrate` or an export asked for it."""
+    """The run beside which it measures losses, for `headcount calibrate` or an export."""
     kinds: Records
     """What each formula is, by field of the scan (`schemas.scans.kinds.KINDS`) and name."""
     inputs: dict[str, dict[str, Any]] = {}
