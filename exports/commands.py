@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from headcount.exports.registry import Exported, ExportFormat, Needs
     from headcount.exports.source import ExportSource
     from headcount.queries.ask.asking import RunDatabase
-    from headcount.schemas.files.run_directory import RunDirectory
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -155,18 +154,10 @@ def export(
     needs = export.needs(options)
     if model is not None:
         fields = {"model": model, "out": runs or "runs"}
-        scan_name = f"export-{name}"
-        # First, as its input takes fewer options: what it refuses is said before anything is
-        # measured.
-        if needs.baseline is not None:
-            scanned = _scan(needs.baseline, f"{scan_name}-baseline", fields, overrides, device)
-            baseline = _opened(scanned)
-        runs = _scan(needs, scan_name, fields, overrides, device)
+        runs, baseline = _measured(needs, f"export-{name}", fields, overrides, device)
     directory = RunDirectory(absolute(str(runs)))
     # A calibration lies beside its run.
     if needs.calibrated and directory.path.name.startswith("run_id="):
-        if model is not None:
-            _calibrate(directory, device)
         runs, run_ids = str(directory.path.parent), [directory.run_id]
     found = _opened(str(runs), code)
     source = choose_run(found, export, options, destination, run_ids or (), baseline)
@@ -220,6 +211,30 @@ def _tried_out(exported: Exported, source: ExportSource, model: str | None, devi
     return "".join(f"{line}\n" for line in (text, *lines, *verdict(table)))
 
 
+def _measured(
+    needs: Needs, name: str, fields: dict[str, Any], overrides: list[str] | None, device: Device
+) -> tuple[str, RunDatabase | None]:
+    """Measure all that is needed; returns where its run lies, and the baseline's run, opened."""
+    from headcount.jobs.api import measure_losses_beside
+    from headcount.jobs.commands.calibrate import DRAWN_HEADS, DRAWN_SEQUENCES
+    from headcount.jobs.plan.calibration import calibration_of
+    from headcount.jobs.resources import Resources
+    from headcount.schemas.files.places import absolute
+    from headcount.schemas.files.run_directory import RunDirectory
+
+    baseline = None
+    # First, as its input takes fewer options: what it refuses is said before anything is measured.
+    if needs.baseline is not None:
+        baseline = _opened(_scan(needs.baseline, f"{name}-baseline", fields, overrides, device))
+    path = _scan(needs, name, fields, overrides, device)
+    if needs.calibrated:
+        run = RunDirectory(absolute(path))
+        losses = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, draw=0)
+        resources = Resources(replicas=0, device=device)
+        measure_losses_beside(run, losses, "calibration", resources)
+    return path, baseline
+
+
 def _scan(
     needs: Needs, name: str, fields: dict[str, Any], overrides: list[str] | None, device: Device
 ) -> str:
@@ -245,17 +260,6 @@ def _scan(
         quiet=False,
     )
     return str(run)
-
-
-def _calibrate(run: RunDirectory, device: Device) -> None:
-    """Measure some of the interventions whose effects a run estimates, if that was not done."""
-    from headcount.jobs.api import measure_losses_beside
-    from headcount.jobs.commands.calibrate import DRAWN_HEADS, DRAWN_SEQUENCES
-    from headcount.jobs.plan.calibration import calibration_of
-    from headcount.jobs.resources import Resources
-
-    fields = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, draw=0)
-    measure_losses_beside(run, fields, "calibration", Resources(replicas=0, device=device))
 
 
 def _opened(runs: str, code: str | None = None) -> RunDatabase:

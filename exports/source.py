@@ -195,9 +195,14 @@ class ExportSource:
 
     def choice(self, choose: Callable[[ExportSource], Mapping[Any, float | None]]) -> Choice:
         """What `choose` takes from the run, and how much of it each half of the documents takes."""
-        stability = stability_of(
-            lambda split, half: choose(self.half(split, half)), self.sums("0").documents
-        )
+        documents = self.sums("0").documents
+        if documents < 2:
+            raise QueryError(
+                f"export {self.format.name}: the {counted(self.run['sequences_done'], 'sequence')} "
+                f"of run {self.run_id} are of one document; expected 2 or more, to say how sure a "
+                "list is"
+            )
+        stability = stability_of(lambda split, half: choose(self.half(split, half)), documents)
         return Choice(choose(self), stability)
 
     def nothing_found(self, *statistics: str) -> QueryError:

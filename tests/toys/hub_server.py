@@ -28,7 +28,7 @@ def hub(
 ) -> Iterator[list[str]]:
     """Serve MODEL, whose revisions are directories; yields what was asked for, in order.
 
-    The answers have the form of huggingface.co on 2026-11-20, weights in LFS and all else in Git.
+    The answers have the form that huggingface_hub 2.4 reads, weights in LFS and all else in Git.
     """
     asked: list[str] = []
     folders = {_commit(path.name): path for path in directory.iterdir()}

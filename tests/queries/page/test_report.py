@@ -144,7 +144,8 @@ def test_it_says_what_was_scanned_what_leads_and_how_sure_that_is(
     warning = "Incomplete: 1 of 2 shards are done, which are 2 of 4 sequences."
     assert page.texts("#warnings .warning") == [warning]
     # The values are 14/16 and 14/16 + 1/64: mean 0.8828, standard error 1/128. sink_alpha is above
-    # 0.3 if sink_mass is above 1/8: all but the two lowest heads. q says which are above the baseline.
+    # 0.3 if sink_mass is above 1/8: all but the two lowest heads. q says which are above uniform
+    # attention.
     sql = "SELECT count(*) FROM sink_heads WHERE run_id = 'a-1' AND is_sink"
     ((passing,),) = database.rows(sql)
     assert 0 < passing < 13
