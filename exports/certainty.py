@@ -207,8 +207,3 @@ class Choice:
         facts: dict[str, object] = {"stability": self.stability.facts}
         q = [[*item, float(f"{q:.2g}")] for item, q in self.items.items() if q is not None]
         return facts | ({"q": q} if q else {})
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should read."""
-        return (str(self.stability),)

@@ -166,7 +166,7 @@ def export(
     # Before anything is written: the model, or what runs it, may not be there.
     trial = _tried_out(exported, source, model, device) if check else ""
     size = write_export(export, destination, exported.files)
-    for note in exported.notes:
+    for note in filter(None, (*exported.notes, exported.stability)):
         tell_user(f"note: {note}")
     typer.echo(
         f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"

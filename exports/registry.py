@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from headcount.exports import formats
+from headcount.exports.certainty import Stability
 from headcount.schemas.errors import QueryError
 from headcount.schemas.registry import Entry, Registry, import_files, prose_of, read_argument
 from headcount.schemas.scans.values import problem_of
@@ -119,6 +120,8 @@ class Exported:
     cut: CacheCut | None = None
     """The cut of a cache that the file asks for, which `--check` tries out. None if it asks none.
     """
+    stability: Stability | None = None
+    """How far halves of the documents agree on a list. None if it is none."""
     notes: tuple[str, ...] = ()
     """Lines that the user should read."""
 
@@ -138,6 +141,8 @@ class ExportFormat(Entry):
     """A path that a user might write it to."""
     load: str
     """Python that loads what was written to that path. A test runs it."""
+    measures: bool = False
+    """Whether it measures more than the run has, in a run beside it."""
     needs_of: Callable[..., Needs] | Needs
     """What it needs, or a function of some of the options, which it takes by name."""
 

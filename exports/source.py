@@ -415,7 +415,7 @@ def _only_fitting(
     """The only run that measured what is needed; if it is to be the baseline of `compared`, the
     only one of them that differs from it in its input alone.
     """
-    problems = [_problem_of(run, needs, compared) for run in runs]
+    problems = [problem_of(run, needs, compared) for run in runs]
     fitting = [run for run, problem in zip(runs, problems, strict=True) if problem is None]
     if len(fitting) == 1:
         return fitting[0]
@@ -448,7 +448,9 @@ def _only_fitting(
     raise QueryError(f"{subject}: {reasons}; {advice}")
 
 
-def _problem_of(source: ExportSource, needs: Needs, compared: ExportSource | None) -> str | None:
+def problem_of(
+    source: ExportSource, needs: Needs, compared: ExportSource | None = None
+) -> str | None:
     """Why a format cannot be made of a run, or compare a run with it. None if it can."""
     run = source.run
     if not run["complete"]:

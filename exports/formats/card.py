@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
-from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.registry import Exported, Needs, export_format, export_formats
+from headcount.exports.source import ExportSource, problem_of
 from headcount.queries.report.html_page import number
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import names
@@ -70,6 +71,7 @@ def card(source: ExportSource, *, license: str = "unknown") -> Exported:  # noqa
         lines.append(f"| {name} | `{run[name]}` |")
     lines += [f"| interventions | {', '.join(f'`{name}`' for name in run['interventions'])} |", ""]
     lines += _calibration(source)
+    lines += _lists(source)
     for table in TABLES:
         if source.opened.files(table):
             lines += [f"## {table}", "", "| column | meaning |", "|---|---|"]
@@ -132,3 +134,25 @@ def _calibration(source: ExportSource) -> list[str]:
             numbers = [row[key] for key in ("heads", "sequences", "spearman", "slope")]
             lines.append(f"| `{name}` | {layer} | {' | '.join(map(number, numbers))} |")
     return [*lines, ""]
+
+
+def _lists(source: ExportSource) -> list[str]:
+    """What other formats choose of the run with their defaults, and how sure that is, as lines of
+    Markdown.
+    """
+    rows: list[str] = []
+    for name, export in export_formats().items():
+        options = export.parsed_options({})
+        needs = export.needs(options)
+        other = replace(source, format=export, options=options)
+        # Some also need another run, or measure one.
+        if needs.baseline or needs.calibrated or export.measures:
+            continue
+        if (needs.statistics or needs.profiles) and problem_of(other, needs) is None:
+            try:
+                stability = export.function(other, **options).stability
+            except QueryError as error:
+                rows.append(f"| `{name}` | {error} |")
+            else:
+                rows += [] if stability is None else [f"| `{name}` | {stability} |"]
+    return ["## Lists of heads", "", "| format | |", "|---|---|", *rows, ""] if rows else []

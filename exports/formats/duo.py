@@ -119,11 +119,11 @@ def duo(
     np.savetxt(text, scores, fmt="%.9g", delimiter="\t")
     config = {"sink_size": sink, "recent_size": recent}
     return Exported(
+        stability=choice.stability,
         files={
             "full_attention_heads.tsv": text.getvalue().encode(),
             "config.json": source.json_file(config, indent=1, choice=choice),
         },
-        notes=choice.notes,
         cut=CacheCut(heads=heads, sink=sink, recent=recent, is_ranking=is_ranking),
     )
 

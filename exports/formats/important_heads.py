@@ -93,8 +93,9 @@ def important_heads(
         "hookq": {"hookq_mode": mode},
     }
     return Exported(
+        stability=choice.stability,
         files={"heads.json": source.json_file(content, choice=choice)},
-        notes=(f"{len(choice.items)} of {math.prod(source.shape)} heads", *choice.notes),
+        notes=(f"{len(choice.items)} of {math.prod(source.shape)} heads",),
     )
 
 

@@ -64,10 +64,12 @@ def minference(source: ExportSource) -> Exported:
         for of_layer, choices in zip(shares.round(6), best, strict=True)
     ]
     n_ctx = source.run["n_ctx"]
-    notes: tuple[str, ...] = (str(stability),)
+    notes: tuple[str, ...] = ()
     if n_ctx < SEARCH_LENGTH / 2:
-        notes += (
+        notes = (
             f"chosen on sequences of {n_ctx:,} tokens, of which {LAST_QUERIES} queries were looked "
             f"at; the numbers are for {SEARCH_LENGTH:,}, so scan with an n_ctx near that",
         )
-    return Exported(files={"best_pattern.json": json.dumps(layers).encode()}, notes=notes)
+    return Exported(
+        files={"best_pattern.json": json.dumps(layers).encode()}, stability=stability, notes=notes
+    )

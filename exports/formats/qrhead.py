@@ -71,8 +71,9 @@ def qrhead(source: ExportSource, *, heads: Count = 16, model_class: str | None =
         f"model_name_or_path: {json.dumps(source.model_name)}",
     ]
     return Exported(
+        stability=choice.stability,
         files={"qrhead.yaml": ("\n".join(lines) + "\n").encode()},
-        notes=(f"{len(chosen)} of {lead.size} heads", *choice.notes),
+        notes=(f"{len(chosen)} of {lead.size} heads",),
     )
 
 

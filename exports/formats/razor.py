@@ -90,11 +90,9 @@ def razor(
         "compression": compression,
     }
     return Exported(
+        stability=choice.stability,
         files={"razor.json": source.json_file(content, choice=choice)},
-        notes=(
-            f"{len(kv_heads)} of {math.prod(source.kv_shape)} KV heads keep the whole cache",
-            *choice.notes,
-        ),
+        notes=(f"{len(kv_heads)} of {math.prod(source.kv_shape)} KV heads keep the whole cache",),
         cut=CacheCut(
             heads=kv_heads, sink=sink, recent=max(recent, source.run["n_ctx"] // compression)
         ),

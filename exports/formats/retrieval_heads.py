@@ -83,6 +83,5 @@ def exported_scores(
     notes = (
         f"highest mean scores (layer-head): {shown}",
         f"{len(choice.items)} of {len(scores)} heads are surely above 0 or uniform attention",
-        *choice.notes,
     )
-    return Exported(files={"scores.json": content}, notes=notes)
+    return Exported(files={"scores.json": content}, stability=choice.stability, notes=notes)

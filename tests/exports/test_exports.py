@@ -398,6 +398,42 @@ def test_heads_that_find_the_passage_lead_by_more_than_chance(tmp_path: Path):
         made("important-heads", "--deviations", 50)
 
 
+# Effects on the loss
+
+
+def test_an_estimate_that_was_not_calibrated_makes_no_list(tmp_path: Path):
+    write_toy(tmp_path / "runs", "a-1", {"effect_mean": of_heads(ECHO)})
+    words = ("important-heads", tmp_path / "runs", "-o", tmp_path / "heads", "--score", "effect")
+    with pytest.raises(QueryError, match="was not calibrated; run headcount calibrate a-1 first"):
+        run(*words)
+
+
+@pytest.mark.long
+def test_calibrated_effects_make_lists(tmp_path: Path):
+    runs = tmp_path / "runs"
+    sizes = ("--set", "sequences=16", "--set", "n_ctx=64")
+    words = ("--model", "bundled:needle-mini", "--score", "effect", "--replace", *sizes)
+    run("headkv", runs, "-o", tmp_path / "headkv", "--recent", 8, *words)
+    (directory,) = runs.glob("run_id=export-headkv-[!c]*")
+    scores, facts = map(json.loads, (tmp_path / "headkv").read_text().splitlines())
+    # From one run directory, the calibration that lies beside it is found.
+    file = tmp_path / "duo" / "full_attention_heads.tsv"
+    run("duo", directory, "-o", file.parent, "--recent", 8, "--score", "effect")
+    query = "SELECT layer, head, mean FROM head_summaries WHERE statistic = 'effect_window_4_8'"
+    means = {row[:2]: row[2] for row in open_runs(directory).rows(query)}
+    chosen = {(layer, head) for layer, head, _ in facts["headcount"]["q"]}
+    # The two heads that recall and continue repeats.
+    assert chosen >= {(1, 2), (1, 3)}
+    largest = max(means.values())
+    duo = np.loadtxt(file)
+    for head, mean in means.items():
+        expected = mean if head in chosen else 0
+        assert scores["{}-{}".format(*head)] == [pytest.approx(expected, rel=1e-6)]
+        assert duo[head] == pytest.approx(max(expected, 0) / largest, rel=1e-6)
+    calibration = facts["headcount"]["calibration"]["effect_window_4_8"]
+    assert calibration[0]["heads"] == 12
+
+
 # Other tools read the files of a run
 
 
@@ -433,6 +469,7 @@ def test_a_card_names_the_files_of_every_table_and_intervention(changed: RunDire
     assert "3 layers of 4 heads over 4 sequences of 5 tokens (repeated_random)" in text
     assert "\n| `entropy` | Mean entropy of the attention rows." in text
     assert str(folder) not in text
+    assert "Lists of heads" not in text
 
     # If other files lie beside them, the committed ones are named.
     (folder / "heads" / "intervention=none" / "copy.parquet").write_bytes(b"")
@@ -440,6 +477,16 @@ def test_a_card_names_the_files_of_every_table_and_intervention(changed: RunDire
     assert front_matter["configs"][0]["data_files"] == [
         f"run_id=a-1/heads/intervention=none/shard-{shard:06d}.parquet" for shard in range(2)
     ]
+
+
+def test_a_card_says_which_lists_are_stable(copies: Path):
+    folder = copies / "run_id=a-1"
+    run("card", folder, "-o", folder / "README.md", "--replace")
+    text = (folder / "README.md").read_text()
+    stability = "stable: lists of two halves of its 4 documents agree by a Jaccard index of 1.00"
+    assert f"\n| `razor` | {stability} (1.00 to 1.00 in 20 random splits) |\n" in text
+    assert "`duo`" not in text  # It needs another run.
+    (folder / "README.md").unlink()
 
 
 @pytest.mark.long

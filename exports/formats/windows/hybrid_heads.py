@@ -24,6 +24,7 @@ with open("hybrid-heads.json") as file:
     content = json.load(file)
 print(content["sliding_window_heads"], content["window"], content["joint"]["delta_nll"])
 """,
+    measures=True,
     needs=needs_of_windows,
 )
 def hybrid_heads(
@@ -60,7 +61,8 @@ def hybrid_heads(
     }
     words = f"a window in {len(choice.chosen)} of {math.prod(source.kv_shape)} KV heads"
     return Exported(
+        stability=choice.stability,
         files={"hybrid-heads.json": source.json_file(content)},
-        notes=choice.notes(words),
+        notes=(choice.note(words),),
         cut=choice.cut(source, sink, window),
     )

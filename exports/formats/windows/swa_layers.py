@@ -27,6 +27,7 @@ with open("swa-layers.json") as file:
     content = json.load(file)
 print(content["sliding_window_layers"], content["window"], content["joint"]["delta_nll"])
 """,
+    measures=True,
     needs=needs_of_windows,
 )
 def swa_layers(
@@ -67,7 +68,7 @@ def swa_layers(
         "layers": [{"layer": layer, **row} for (layer, _), row in choice.measured.items()],
         **choice.facts,
     }
-    notes = choice.notes(f"a window in layers {', '.join(map(str, chosen))}")
+    notes = (choice.note(f"a window in layers {', '.join(map(str, chosen))}"),)
     problem = "a window there keeps no first keys, expected --sink 0" if sink else None
     problem = problem or layer_types_problem(source)
     if problem is None:
@@ -80,6 +81,7 @@ def swa_layers(
     else:
         notes = (*notes, f"no fields for a config of transformers: {problem}")
     return Exported(
+        stability=choice.stability,
         files={"swa-layers.json": source.json_file(content)},
         notes=notes,
         cut=choice.cut(source, sink, window),

@@ -50,14 +50,13 @@ class WindowChoice:
             "confirmation": self.run_ids,
         }
 
-    def notes(self, words: str) -> tuple[str, ...]:
-        """What it costs, and how sure the choice is. `words` say what gets a window."""
+    def note(self, words: str) -> str:
+        """What it costs. `words` say what gets a window."""
         joint = self.joint
         return (
             f"{words} changes the loss by {joint['delta_nll']:+.4g} ± "
             f"{joint['standard_error']:.2g} nats per token; one by one, they add up to "
-            f"{joint['sum_of_singles']:+.4g} (over {joint['documents']:,} other documents)",
-            str(self.stability),
+            f"{joint['sum_of_singles']:+.4g} (over {joint['documents']:,} other documents)"
         )
 
     def cut(self, source: ExportSource, sink: int, window: int) -> CacheCut:
