@@ -163,14 +163,15 @@ class ExportSource:
         p = p_above(excess.means, excess.errors, excess.documents)
         return Scores(self.sums(total).means, excess.means, excess.errors, p)
 
-    def differs_from_uniform(self, statistic: str) -> np.ndarray:
-        """Whether a statistic of a head is surely above or below its uniform baseline by more than
-        MARGIN: `[layer head]`.
+    def check_differs_from_uniform(self, statistic: str) -> None:
+        """It is an error if no head is surely above or below what uniform attention would score, by
+        more than MARGIN.
         """
         scores = self.scores(statistic)
-        size = np.abs(scores.excess)
         documents = self.sums("0").documents
-        return q_of(p_above(size, scores.errors, documents)) <= LARGEST_Q
+        p = p_above(np.abs(scores.excess), scores.errors, documents)
+        if not (q_of(p) <= LARGEST_Q).any():
+            raise self.nothing_found(statistic)
 
     def effects(self, statistic: str) -> DocumentSums:
         """What an intervention on each head does to the loss, as a run with effects estimates it.

@@ -170,8 +170,7 @@ def scores_by_head(
     distant = source.sums(column_of(distant_mass))
     if score == "distant":
         # Where every head looks as far as uniform attention does, none is told from another.
-        if not source.differs_from_uniform(distant_mass).any():
-            raise source.nothing_found(distant_mass)
+        source.check_differs_from_uniform(distant_mass)
         p = p_above(distant.means, distant.errors, distant.documents)
         return distant.means, q_of(p)
     block = block_length(source)

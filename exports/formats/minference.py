@@ -45,8 +45,7 @@ def minference(source: ExportSource) -> Exported:
     as 1,000 columns and 6,096 diagonals. Nothing in the file says where it comes from, because its
     readers take every entry for a layer or a head.
     """
-    if not source.differs_from_uniform("entropy_normalised").any():
-        raise source.nothing_found("entropy_normalised")
+    source.check_differs_from_uniform("entropy_normalised")
     numbers, totals = profile_of_shards(source, PROFILE, "candidate")
     shares = totals.sum(0) / numbers.sum()
     best = shares.argmax(-1)

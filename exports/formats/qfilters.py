@@ -21,7 +21,10 @@ from safetensors.numpy import load_file
 filters = load_file("nthngdy/my-model_qfilt/model.safetensors")["q_filters"]
 print(filters.shape)  # [layer kv_head d_head]
 """,
-    needs=Needs(profiles=("rotated_query_mean", "rotated_query_second_moment")),
+    needs=Needs(
+        statistics=("entropy_normalised",),
+        profiles=("rotated_query_mean", "rotated_query_second_moment"),
+    ),
 )
 def qfilters(source: ExportSource) -> Exported:
     """One vector for every KV head: a key that points along it gets little attention.
@@ -40,6 +43,7 @@ def qfilters(source: ExportSource) -> Exported:
     the queries of a sequence were one. Or the directions of its g query heads cancel: their average
     is shorter than 1/√g, that of directions at right angles.
     """
+    source.check_differs_from_uniform("entropy_normalised")
     mean, second_moment = moments_of_heads(source, "rotated_query")
     filters, is_ambiguous = signed_directions(
         mean, second_moment, source.group_size, source.run["sequences_done"]

@@ -20,7 +20,7 @@ from headcount.exports.source import ExportSource
 from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import QueryError
 from tests.toys.commands import printed
-from tests.toys.toy_models import family, save_model
+from tests.toys.toy_models import family
 from tests.toys.toy_runs import Cell, write_run
 
 
@@ -140,10 +140,23 @@ def test_of_the_heads_in_a_list_one_in_twenty_is_false():
 @pytest.mark.parametrize("config", ["GPT2Config", "LlamaConfig"])
 @pytest.mark.parametrize(
     "name",
-    ["razor", "duo", "headkv", "retrieval-heads", "minference", "qrhead", "important-heads"],
+    [
+        "razor",
+        "duo",
+        "headkv",
+        "retrieval-heads",
+        "minference",
+        "qfilters",
+        "qrhead",
+        "important-heads",
+    ],
 )
 def test_random_weights_get_no_list(name: str, config: str, tmp_path: Path):
-    save_model(tmp_path / "model", family(config, n_positions=256, max_position_embeddings=256))
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"n_positions": 256, "max_position_embeddings": 256}
+    model = AutoModelForCausalLM.from_config(family(config, **sizes))
+    model.save_pretrained(tmp_path / "model")
     words = [name, tmp_path / "runs", "--model", tmp_path / "model", "-o", tmp_path / "list"]
     sizes = ["--set", "n_ctx=160", "--set", "sequences=32"]
     with pytest.raises(QueryError, match="no head of run"):

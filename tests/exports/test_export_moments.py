@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     formats = [export_formats()[name] for name in FORMATS]
     fields = {"model": str(directory / "llama"), "out": str(directory / "runs")}
     fields |= {"n_ctx": N_CTX, "sequences": SEQUENCES, "sequences_per_shard": 4}
-    fields |= {"input": {"family": "uniform_random"}, "statistics": ["entropy"]}
+    fields |= {"input": {"family": "uniform_random"}, "statistics": ["entropy_normalised"]}
     fields["profiles"] = [name for export in formats for name in export.needs({}).profiles]
     headcount.scan(fields, name="toy", quiet=True).close()
     for name in FORMATS:

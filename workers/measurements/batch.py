@@ -192,12 +192,13 @@ class LayerFormulas:
             of_layer = of_layer[:, :n_heads]
         of_layer.copy_(value)
 
-    def columns(self, by_tokens: Mapping[str, LayerValue]) -> Iterator[Column]:
+    def columns(self, by_window: Sequence[Mapping[str, LayerValue]]) -> Iterator[Column]:
         """The values of all layers, and the uniform baselines.
 
-        `by_tokens` is what the tokens alone decide. Where a statistic has a value and what it is
-        under uniform attention depend on nothing else.
+        `by_window` is what the tokens alone decide, for each window of a layer. Where a statistic
+        has a value and what it is under uniform attention depend on nothing else.
         """
+        by_tokens = by_window[-1]
         for kind, formula in self.requested:
             values = self._values.get((kind.field, formula.name))
             if values is None:
@@ -213,12 +214,14 @@ class LayerFormulas:
             yield Column(kind.table, formula.name, formula, values)
             if formula.uniform_baseline:
                 # Uniform attention is the same in all heads, so its pattern has one.
-                level = evaluate(formula.function, by_tokens, formula.arguments)[:, 0].float()
-                if len(self.windows) > 1:
-                    # A sequence has one uniform baseline, and here every kind of layer would
-                    # have its own.
-                    level = torch.full_like(level, torch.nan)
-                elif defined is not None:
+                level, *others = (
+                    evaluate(formula.function, one, formula.arguments)[:, 0].float()
+                    for one in by_window
+                )
+                # A sequence has one uniform baseline: none if the windows of layers differ in it.
+                for other in others:
+                    level = level.masked_fill(~torch.isclose(level, other), torch.nan)
+                if defined is not None:
                     level = level.masked_fill(~defined, torch.nan)
                 yield Column(SEQUENCES, uniform_column(formula.name), formula, level)
 
@@ -300,9 +303,11 @@ def launch(
     )
 
     # Uniform attention is decided by the tokens and by what a query sees.
-    uniform = uniform_pattern(matches, tokens, max(layer_formulas.windows, default=None))
-    by_tokens = {**shared_values, "pattern": uniform}
-    columns = list(layer_formulas.columns(by_tokens))
+    by_window = [
+        {**shared_values, "pattern": uniform_pattern(matches, tokens, window)}
+        for window in sorted(layer_formulas.windows) or [None]
+    ]
+    columns = list(layer_formulas.columns(by_window))
     if predictions:
         # Taken out of the list, so that the stream is freed with `inputs`.
         inputs = PredictionInputs(engine.model, final_streams.pop(), tokens)

@@ -144,8 +144,7 @@ def test_it_says_what_was_scanned_what_leads_and_how_sure_that_is(
     warning = "Incomplete: 1 of 2 shards are done, which are 2 of 4 sequences."
     assert page.texts("#warnings .warning") == [warning]
     # The values are 14/16 and 14/16 + 1/64: mean 0.8828, standard error 1/128. sink_alpha is above
-    # 0.3 if sink_mass is above 1/8: all but the two lowest heads. q says which are above uniform
-    # attention.
+    # 0.3 if sink_mass is above 1/8: all but two heads. Of these, q says which pass the baseline.
     sql = "SELECT count(*) FROM sink_heads WHERE run_id = 'a-1' AND is_sink"
     ((passing,),) = database.rows(sql)
     assert 0 < passing < 13
@@ -272,8 +271,9 @@ def test_an_intervention_or_a_run_beside_another(page: Page, database: RunDataba
     pale = page.attributes("#heatmap figure:nth-child(3) .cell", "fill-opacity")
     assert [opacity == "0.3" for opacity in pale] == [one > 0.05 for one in q]
     page.cell("L2H0").send_keys(Keys.ARROW_RIGHT)
+    # The numbers of a report have four digits.
     shown = page.texts("#readout")[0].rpartition(", q ")[2]
-    assert float(shown.replace("−", "-")) == pytest.approx(q[LABELS.index("L2H1")], rel=1e-3)
+    assert float(shown.replace("−", "-")) == pytest.approx(q[LABELS.index("L2H1")], rel=0.02)
     row = next(row for row in page.rows("#card") if row[0] == "sink_mass")
     assert row[1:4] == ["0.6328", "0.3164", "−0.3164 ± 0.0023"]
     page.show("run=a-1&with=d-4/none&head=L0H1")

@@ -84,6 +84,9 @@ def test_layers_with_windows_and_sinks_are_told_apart(tmp_path: Path) -> None:
     # The tokens that these are about lie too far back for 18.
     assert {*behind} - lost == {"distant_mass_4_64", "distant_mass_last_4_64"}
     assert lost <= {*behind}
+    # What is the same in every window has a uniform baseline.
+    assert measured.sequences["uniform_entropy_normalised"] == pytest.approx([1, 1], rel=1e-5)
+    assert np.isnan(measured.sequences["uniform_sink_mass"]).all()
 
 
 def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(tmp_path: Path) -> None:
