@@ -38,8 +38,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     formats = [export_formats()[name] for name in FORMATS]
     fields = {"model": str(directory / "llama"), "out": str(directory / "runs")}
     fields |= {"n_ctx": N_CTX, "sequences": SEQUENCES, "sequences_per_shard": 4}
-    fields |= {"input": {"family": "uniform_random"}, "statistics": ["entropy"]}
-    fields["profiles"] = [name for export in formats for name in export.needs({}).profiles]
+    needs = [export.needs(export.parsed_options({})) for export in formats]
+    statistics = {"entropy", *(name for each in needs for name in each.statistics)}
+    fields |= {"input": {"family": "uniform_random"}, "statistics": sorted(statistics)}
+    fields["profiles"] = [name for each in needs for name in each.profiles]
     headcount.scan(fields, name="toy", quiet=True).close()
     for name in FORMATS:
         words = ["export", name, str(directory / "runs"), "-o", str(directory / name)]
