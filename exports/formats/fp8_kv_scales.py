@@ -122,7 +122,8 @@ def fp8_kv_checkpoint(
     run, manifest = source.run, source.opened.manifest
     if checkpoint is None and "model" in manifest.places:
         checkpoint = str(Path(manifest.begun_in, run["model"]))
-    directory = find_model(checkpoint or run["model"])
+    revision = None if checkpoint else manifest.identity["scan"].get("revision")
+    directory = find_model(checkpoint or run["model"], revision)
     if not isinstance(source.destination, Path):
         raise QueryError(f"{source.destination}: expected a folder of this disk, to link weights")
     if source.destination.resolve() == directory.resolve():

@@ -58,8 +58,11 @@ def qfilters(source: ExportSource) -> Exported:
     }
     notes = input_notes(source)
     if ambiguous:
-        heads = ", ".join(f"{layer}-{head}" for layer, head in ambiguous)
-        notes += (f"filters that may point the wrong way (layer-KV head): {heads}",)
+        first = ", ".join(f"{layer}-{head}" for layer, head in ambiguous[:8])
+        notes += (
+            f"{len(ambiguous)} of {is_ambiguous.size} filters may point the wrong way (layer-KV "
+            f"head: {first}{', …' if len(ambiguous) > 8 else ''}); config.json lists them",
+        )
     tensors = {"q_filters": filters.astype(np.float32)}
     return Exported(
         files={

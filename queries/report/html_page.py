@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import jinja2
-
 from headcount.queries.ask.asking import Record
 from headcount.queries.ask.formats import check_suffix
 from headcount.schemas.errors import QueryError
@@ -50,6 +48,9 @@ def html_text(
     `TEMPLATE.html.j2` lays it out. `TEMPLATE.js`, if there is one, draws `data` with what the
     modules export.
     """
+    # Others read numbers alone from this file, and exports wait for every import.
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, TEMPLATES, PAGE]),
         # Names and texts of others stand on the page: none of them is markup.
