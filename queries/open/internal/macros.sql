@@ -5,7 +5,8 @@
 -- document, s = sd / √N. With less than two documents it is NULL.
 --
 -- Every view goes by these macros. One query needs two steps: document_sums by document, then
--- document_error of what it gave.
+-- document_error of what it gave. No if(): DuckDB 1.4 does not know the one that 2.0 writes
+-- (exported_views.py).
 
 CREATE MACRO standard_deviation(m2, number) AS
     CASE WHEN number > 1 THEN sqrt(m2 / (number - 1)) END;
@@ -20,10 +21,12 @@ CREATE MACRO document_sums(value, document) AS
     struct_pack(
         number := count(value),
         total := sum(value::DOUBLE),
-        documents := if(count(document) = 0, count(value), least(count(value), 1)),
-        squares := if(count(document) = 0, sum(value::DOUBLE * value), sum(value::DOUBLE) ** 2),
-        products := sum(value::DOUBLE) * if(count(document) = 0, 1, count(value)),
-        weights := count(value)::DOUBLE * if(count(document) = 0, 1, count(value))
+        documents := CASE count(document) WHEN 0 THEN count(value) ELSE least(count(value), 1) END,
+        squares := CASE count(document)
+            WHEN 0 THEN sum(value::DOUBLE * value) ELSE sum(value::DOUBLE) ** 2
+        END,
+        products := sum(value::DOUBLE) * CASE count(document) WHEN 0 THEN 1 ELSE count(value) END,
+        weights := count(value)::DOUBLE * CASE count(document) WHEN 0 THEN 1 ELSE count(value) END
     );
 
 CREATE MACRO document_mean(sums) AS sum((sums).total) / sum((sums).number);

@@ -31,16 +31,16 @@ WITH
             sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2,
             min(minimum) AS minimum,
             max(maximum) AS maximum,
-            if(document IS NULL, sum(documents), (sum(count) > 0)::INT) AS documents,
-            if(
-                document IS NULL,
+            CASE WHEN document IS NULL THEN sum(documents) ELSE (sum(count) > 0)::INT END AS documents,
+            CASE WHEN document IS NULL THEN
                 sum(
                     document_m2
                     + 2 * (mean - pooled_mean) * document_product
                     + (mean - pooled_mean) ** 2 * document_squares
-                ),
+                )
+            ELSE
                 sum(count * (mean - pooled_mean)) ** 2
-            ) AS document_m2
+            END AS document_m2
         FROM with_pooled_mean
         GROUP BY {by}, document
     )

@@ -303,15 +303,12 @@ async function comparison(statistic) {
   const isPaired = own.run_id === other.run_id && [own.intervention, other.intervention].includes("none");
   const isForward = own.intervention === "none";
   const changes = isPaired ? (await aboutHeads(isForward ? other : own, statistic, true))?.values[statistic] : null;
-  const level = (i) => Math.max(Math.abs(ours.mean[i]), Math.abs(theirs.mean[i]));
-  if (changes) {
-    const mean = changes.mean.map((change) => (isUndefined(change) || isForward ? change : -change));
-    return { theirs, isPaired, mean, standard_error: changes.standard_error, q: adjustedP(changes, (i) => changes.documents[i] - 1, level) };
-  }
   const both = (column, combine) => Array.from(ours[column], (one, i) => (isUndefined(one) || isUndefined(theirs[column][i]) ? null : combine(one, theirs[column][i])));
-  const difference = { mean: both("mean", (one, two) => two - one), standard_error: both("standard_error", Math.hypot) };
-  const fewest = (i) => Math.min(ours.documents[i], theirs.documents[i]);
-  return { theirs, isPaired: false, ...difference, q: adjustedP(difference, (i) => fewest(i) - 1, level) };
+  const difference = changes
+    ? { ...changes, mean: changes.mean.map((change) => (isUndefined(change) || isForward ? change : -change)) }
+    : { mean: both("mean", (one, two) => two - one), standard_error: both("standard_error", Math.hypot), documents: both("documents", Math.min) };
+  const level = (i) => Math.max(Math.abs(ours.mean[i]), Math.abs(theirs.mean[i]));
+  return { theirs, isPaired: Boolean(changes), ...difference, q: adjustedP(difference, level) };
 }
 
 // Pale: a head that is not surely different. Even around 0, where less than a millionth of the means is
@@ -378,7 +375,7 @@ function definedNote(own) {
 // q of means less the uniform baseline, as if that were known; or less 0. Null without a baseline.
 function againstBaseline(own, baseline = own.uniform_baseline) {
   const above = { ...own, mean: Array.from(own.mean, (mean) => (isUndefined(mean) || isUndefined(baseline) ? null : mean - baseline)) };
-  return adjustedP(above, (i) => own.documents[i] - 1, () => baseline);
+  return adjustedP(above, () => baseline);
 }
 
 function ranked(name) {
@@ -474,13 +471,12 @@ function showPicked() {
   const name = chosen.statistic;
   const rows = ranked(name).filter(({ i }) => !picked || picked.has(i));
   const axes = [chosen.x, chosen.y].filter((axis) => axis !== name && axis in numbers);
-  const cells = ({ i, mean, error, q }) => [plusMinus(mean, error), ...(hasBaseline ? [number(q)] : []), ...axes.map((axis) => number(axisValue(axis, i)))];
-  const hasBaseline = !isUndefined(numbers[name]?.uniform_baseline);
+  const cells = ({ i, mean, error, q }) => [plusMinus(mean, error), number(q), ...axes.map((axis) => number(axisValue(axis, i)))];
   const isChosen = (i) => Boolean(chosen.head) && i === place(chosen.head);
   const row = (entry) => tableRow([button(labelAt(entry.i), () => chooseHead(cellAt(entry.i))), ...cells(entry)], { "aria-selected": String(isChosen(entry.i)) });
   by("heads-name").textContent = picked ? `Picked heads by ${name}` : `Heads with the largest ${name}`;
   const listed = rows.slice(0, picked ? rows.length : SHOWN_HEADS);
-  by("heads-rows").replaceChildren(table(["head", `${name} ±`, ...(hasBaseline ? [{ name: "q", title: "Of the mean against the uniform baseline" }] : []), ...axes], listed.map(row), "Heads by the chosen statistic"));
+  by("heads-rows").replaceChildren(table(["head", `${name} ±`, { name: "q", title: "Of the mean against the uniform baseline" }, ...axes], listed.map(row), "Heads by the chosen statistic"));
 }
 
 // ---- Histograms and brushes

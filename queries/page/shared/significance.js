@@ -10,14 +10,14 @@ function twoSidedP(difference, error, df, level) {
   if (isRounding || error === 0) return Number(isRounding);
   const r = df - 0.5;
   const density = (y) => (Math.exp((y * y) / -2) * y) / Math.sqrt(Math.sinh((y * y) / (2 * r)));
-  const integral = (low, width) => width * POINTS.reduce((sum, [place, weight]) => sum + weight * (density(low + place * width) + density(low + width - place * width)), 0);
-  const tail = (low) => integral(low, Math.sqrt(low * low + 24) - low);
+  const tail = (low, width = Math.sqrt(low * low + 24) - low) =>
+    width * POINTS.reduce((sum, [place, weight]) => sum + weight * (density(low + place * width) + density(low + width - place * width)), 0);
   return tail(Math.sqrt(r * Math.log1p((difference / error) ** 2 / df))) / tail(0);
 }
 
-// Benjamini and Hochberg's q of differences by head. `df` and `level` are functions of a place.
-export function adjustedP({ mean, standard_error: errors }, df, level) {
-  const p = Array.from(mean, (difference, i) => twoSidedP(difference, errors[i], df(i), level(i)));
+// Benjamini and Hochberg's q of differences by head. `level(i)` is the size of what differs.
+export function adjustedP({ mean, standard_error: errors, documents }, level) {
+  const p = Array.from(mean, (difference, i) => twoSidedP(difference, errors[i], documents[i] - 1, level(i)));
   const falling = p.filter((one) => one !== null).sort((one, other) => other - one);
   let least = 1;
   const q = new Map(falling.map((one, i) => [one, (least = Math.min(least, (one * falling.length) / (falling.length - i)))]));

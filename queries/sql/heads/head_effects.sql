@@ -36,8 +36,9 @@ SELECT
     direct_parts.mean AS direct,
     effects.mean - direct_parts.mean AS indirect,
     coalesce(of_layer.spearman, of_all.spearman) AS spearman,
-    if(of_layer.spearman IS NULL, of_all.slope, of_layer.slope) AS slope,
-    if(of_layer.spearman IS NULL, of_all.heads, of_layer.heads) AS calibrated_heads,
+    CASE WHEN of_layer.spearman IS NULL THEN of_all.slope ELSE of_layer.slope END AS slope,
+    CASE WHEN of_layer.spearman IS NULL THEN of_all.heads ELSE of_layer.heads END
+        AS calibrated_heads,
     CASE
         WHEN of_layer.spearman IS NOT NULL THEN 'in its layer'
         WHEN of_all.spearman IS NOT NULL THEN 'in all layers'

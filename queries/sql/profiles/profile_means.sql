@@ -49,12 +49,11 @@ SELECT
     'L' || layer || 'H' || head AS label,
     query, key, lag, dimension, component, other_component, candidate, part, count, mean,
     standard_deviation(m2, count) AS sd,
-    if(
-        is_long,
-        standard_error(shard_m2, count, shards),
-        standard_error(m2, count, count)
-    ) AS standard_error,
-    if(is_long, shards, count) AS groups
+    CASE
+        WHEN is_long THEN standard_error(shard_m2, count, shards)
+        ELSE standard_error(m2, count, count)
+    END AS standard_error,
+    CASE WHEN is_long THEN shards ELSE count END AS groups
 FROM merged
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 LEFT JOIN long_documents USING (run_id, intervention)

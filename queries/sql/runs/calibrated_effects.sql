@@ -45,7 +45,10 @@ WITH
             document,
             sum(estimate::DOUBLE) AS estimated,
             document_sums(
-                if(statistics.name = 'effect_zero_magnitude', abs(change), change), document
+                CASE statistics.name
+                    WHEN 'effect_zero_magnitude' THEN abs(change) ELSE change
+                END,
+                document
             ) AS sums
         FROM estimates
         JOIN statistics ON statistics.name = estimates.statistic
