@@ -78,7 +78,7 @@ class Scores:
     errors: np.ndarray
     """Standard errors of the excess."""
     p: np.ndarray
-    """One-sided, of an excess this large if the true one is no larger than MARGIN."""
+    """One-sided, of an excess this large if the true one is no larger than a margin."""
 
     @property
     def q(self) -> np.ndarray:

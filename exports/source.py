@@ -153,14 +153,16 @@ class ExportSource:
         numbers[part] = number
         return DocumentSums(totals, numbers)
 
-    def scores(self, *statistics: str) -> Scores:
-        """The sum of some statistics of every head, against what uniform attention would score."""
+    def scores(self, *statistics: str, margin: float = MARGIN) -> Scores:
+        """The sum of some statistics of every head, against what uniform attention would score and
+        a margin.
+        """
         columns = [column_of(statistic) for statistic in statistics]
         stored = self.database.columns("sequences")
         uniform = [name for name in map(uniform_column, columns) if name in stored]
         total = " + ".join(f"coalesce({column}, 0)" for column in columns)
         excess = self.sums(" - ".join([total, *(f"coalesce({name}, 0)" for name in uniform)]))
-        p = p_above(excess.means, excess.errors, excess.documents)
+        p = p_above(excess.means, excess.errors, excess.documents, margin)
         return Scores(self.sums(total).means, excess.means, excess.errors, p)
 
     def check_differs_from_uniform(self, statistic: str) -> None:

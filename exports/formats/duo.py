@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from headcount.exports.certainty import LARGEST_Q, p_above, q_of
+from headcount.exports.certainty import LARGEST_Q, MARGIN, p_above, q_of
 from headcount.exports.registry import (
     REPEATED,
     CacheCut,
@@ -76,8 +76,9 @@ def duo(
     something repeats, and then look at all keys. So the score is the larger of two numbers: the
     attention to copies and to what follows them, and the change of all attention beyond the first
     `sink` and the last `recent` keys. Attention to distant keys as such says less: a head that
-    always spreads over all keys has most of it, and retrieves nothing. A KV head whose score is not
-    above 0.05 (q ≤ 0.05, for one of its query heads) scores 0.
+    always spreads over all keys has most of it, and retrieves nothing. If all
+    heads are within 0.05 of chance, there is no file; q of a KV head is the least of its query
+    heads.
 
     * `score`: retrieval, as said above; or distant, which is all attention beyond the first `sink`
       and the last `recent` keys, on any input, with one run; or effect, which is the rise of the
@@ -96,24 +97,34 @@ def duo(
     is_ranking = sparsity is None and threshold is None
 
     def heads_of(part: ExportSource) -> dict[tuple[int, int], float]:
-        scores, q = kv_scores(part, score, sink, recent, group)
-        # Of equal scores at the border, the one of the earlier layer is kept.
-        heads = [head for head in ranked(scores) if scores[head] >= (threshold or 1e-9)]
+        scores, q = kv_scores(part, score, sink, recent, group, margin=0)
+        heads = ranked(scores)
         if sparsity is not None:
-            # So that exactly this share of the heads streams, if enough of them have a score.
+            # Of equal scores at the border, the one of the earlier layer is kept, so that exactly
+            # this share of the heads streams.
             heads = heads[: scores.size - round(scores.size * sparsity)]
-        return {head: float(q[head]) for head in heads}
+        elif threshold is not None:
+            heads = [head for head in heads if scores[head] >= threshold]
+        else:
+            heads = [head for head in heads if q[head] <= LARGEST_Q]
+        # A layer that does not attend has no q.
+        return {head: float(np.nan_to_num(q[head], nan=1)) for head in heads}
 
-    choice = source.choice(heads_of)
-    scores, _ = kv_scores(source, score, sink, recent, group)
-    if not scores.any():
+    # Random weights are surely above chance too, but hardly so.
+    _, q = kv_scores(source, score, sink, recent, group, margin=MARGIN)
+    if not (q <= LARGEST_Q).any():
         raise nothing_to_keep(source, score, sink, recent)
+    choice = source.choice(heads_of)
+    scores, _ = kv_scores(source, score, sink, recent, group, margin=0)
     heads = ranked(scores)
     if not is_ranking:
         heads = list(choice.items)
         scores = np.zeros(scores.shape)
         for head in heads:
             scores[head] = 1
+    by_chance = ", ".join(
+        "{}-{}".format(*head) for head, q in choice.items.items() if q > LARGEST_Q
+    )
     text = io.StringIO()
     # float32 has no more than nine digits.
     np.savetxt(text, scores, fmt="%.9g", delimiter="\t")
@@ -124,17 +135,17 @@ def duo(
             "full_attention_heads.tsv": text.getvalue().encode(),
             "config.json": source.json_file(config, indent=1, choice=choice),
         },
+        notes=(f"may be kept whole by chance (layer-KV head): {by_chance}",) if by_chance else (),
         cut=CacheCut(heads=heads, sink=sink, recent=recent, is_ranking=is_ranking),
     )
 
 
 def kv_scores(
-    source: ExportSource, score: str, sink: int, recent: int, group: str
+    source: ExportSource, score: str, sink: int, recent: int, group: str, margin: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The score of every KV head from 0 to 1, and its q: `[layer kv_head]`.
+    """The score of every KV head from 0 to 1, and q of its being above a margin: `[layer kv_head]`.
 
-    What is not surely above 0 scores 0, and so does a layer that does not attend: it has no cache
-    that could be cut.
+    A layer that does not attend scores 0: it has no cache that could be cut.
     """
     if score == "effect":
         # To first order, the effects of query heads add up.
@@ -142,12 +153,12 @@ def kv_scores(
         scores = effects.means / max(np.nanmax(effects.means), 1e-30)
         q = q_of(p_above(effects.means, effects.errors, effects.documents, 0))
     else:
-        by_head, q_by_head = scores_by_head(source, score, sink, recent)
+        by_head, q_by_head = scores_by_head(source, score, sink, recent, margin)
         # The query heads that share keys are neighbours.
         groups = by_head.reshape(*source.kv_shape, source.group_size)
         scores = groups.max(-1) if group == "max" else groups.mean(-1)
         q = q_by_head.reshape(groups.shape).min(-1)
-    return np.clip(np.where(q <= LARGEST_Q, scores, 0), 0, 1), q
+    return np.clip(np.nan_to_num(scores), 0, 1), q
 
 
 def nothing_to_keep(source: ExportSource, score: str, sink: int, recent: int) -> QueryError:
@@ -163,7 +174,7 @@ def nothing_to_keep(source: ExportSource, score: str, sink: int, recent: int) ->
 
 
 def scores_by_head(
-    source: ExportSource, score: str, sink: int, recent: int
+    source: ExportSource, score: str, sink: int, recent: int, margin: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """How much each query head needs distant keys, and its q: `[layer head]`."""
     distant_mass = f"distant_mass({sink},{recent})"
@@ -171,7 +182,7 @@ def scores_by_head(
     if score == "distant":
         # Where every head looks as far as uniform attention does, none is told from another.
         source.check_differs_from_uniform(distant_mass)
-        p = p_above(distant.means, distant.errors, distant.documents)
+        p = p_above(distant.means, distant.errors, distant.documents, margin)
         return distant.means, q_of(p)
     block = block_length(source)
     if recent >= block:
@@ -181,7 +192,7 @@ def scores_by_head(
             "longer sequences"
         )
     # The copy and its successor are two keys, so their attention adds up.
-    to_copies = source.scores("duplicate_score", "induction_score")
+    to_copies = source.scores("duplicate_score", "induction_score", margin=margin)
     assert source.baseline is not None
     without_repeat = source.baseline.sums(column_of(distant_mass))
     # The means are over all queries that see distant keys. In the first copy both inputs are alike,
@@ -192,8 +203,9 @@ def scores_by_head(
     change = np.abs(distant.means - without_repeat.means) * after_first_copy
     errors = np.hypot(distant.errors, without_repeat.errors) * after_first_copy
     documents = min(distant.documents, without_repeat.documents)
-    p = p_above(change, errors, documents)
-    # Either of two tests may find a head, so each p counts twice (Bonferroni).
+    # Of a change in either direction, p is twice as large. Either of two tests may find a head, so
+    # each p counts twice (Bonferroni).
+    p = 2 * p_above(change, errors, documents, margin)
     p = np.minimum(1, 2 * np.minimum(p, to_copies.p))
     # Without a repeat there are hardly any copies, so both numbers are attention that would lie
     # elsewhere. It may be the same attention, so they do not add up.
