@@ -195,15 +195,14 @@ def stability_of(
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and how sure that is."""
+    """Heads that were chosen, and how sure that is."""
 
-    items: Mapping[Any, float | None]
-    """What was chosen, such as `(layer, head)`, with its q if a test chose it."""
+    items: Mapping[tuple[int, int], float]
+    """The chosen `(layer, head)`, each with its q."""
     stability: Stability
 
     @property
     def facts(self) -> dict[str, object]:
         """The same for a file."""
-        facts: dict[str, object] = {"stability": self.stability.facts}
-        q = [[*item, float(f"{q:.2g}")] for item, q in self.items.items() if q is not None]
-        return facts | ({"q": q} if q else {})
+        q = {"-".join(map(str, item)): float(f"{q:.2g}") for item, q in self.items.items()}
+        return {"stability": self.stability.facts, "q": q}

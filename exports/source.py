@@ -196,7 +196,7 @@ class ExportSource:
         q = q_of(p_above(means, effects.errors, effects.documents, 0))
         return {head: float(q[head]) for head in ranked(means) if q[head] <= LARGEST_Q}
 
-    def choice(self, choose: Callable[[ExportSource], Mapping[Any, float | None]]) -> Choice:
+    def choice(self, choose: Callable[[ExportSource], Mapping[tuple[int, int], float]]) -> Choice:
         """What `choose` takes from the run, and how much of it each half of the documents takes."""
         documents = self.sums("0").documents
         if documents < 2:

@@ -138,7 +138,7 @@ def test_razor_has_the_heads_with_the_highest_scores(copies: Path, tmp_path: Pat
         "recent_size": 4000,
         "compression": 5,
         # All four documents say the same.
-        "headcount": PROVENANCE | facts | {"q": [[1, 0, 0], [0, 0, 0]]},
+        "headcount": PROVENANCE | facts | {"q": {"1-0": 0, "0-0": 0}},
     }
     assert [path.name for path in file.parent.iterdir()] == ["razor.json"]
 
@@ -422,7 +422,7 @@ def test_calibrated_effects_make_lists(tmp_path: Path):
     run("duo", directory, "-o", file.parent, "--recent", 8, "--score", "effect")
     query = "SELECT layer, head, mean FROM head_summaries WHERE statistic = 'effect_window_4_8'"
     means = {row[:2]: row[2] for row in open_runs(directory).rows(query)}
-    chosen = {(layer, head) for layer, head, _ in facts["headcount"]["q"]}
+    chosen = {tuple(map(int, name.split("-"))) for name in facts["headcount"]["q"]}
     # The two heads that recall and continue repeats.
     assert chosen >= {(1, 2), (1, 3)}
     largest = max(means.values())
