@@ -76,6 +76,7 @@ class Scores:
     """Less the baseline."""
     errors: np.ndarray
     """Standard errors of the excess."""
+    documents: int
     p: np.ndarray
     """One-sided, of an excess this large if the true one is no larger than a margin."""
 

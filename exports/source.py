@@ -146,6 +146,12 @@ class ExportSource:
         )
         part, layer, head, total, number = (column.to_numpy() for column in rows.columns)
         documents = int(part.max()) + 1
+        if documents < 2:
+            raise QueryError(
+                f"export {self.format.name}: the {counted(self.run['sequences_done'], 'sequence')} "
+                f"of run {self.run_id} are of one document; expected 2 or more, to say how sure a "
+                "list is"
+            )
         totals = np.full((documents, *self.shape), np.nan)
         totals[part, layer, head] = total
         numbers = np.zeros(documents)
@@ -163,15 +169,14 @@ class ExportSource:
         total = " + ".join(f"coalesce({column}, 0)" for column in columns)
         excess = self.sums(" - ".join([total, *(f"coalesce({name}, 0)" for name in uniform)]))
         p = p_above(excess.means, excess.errors, excess.documents, margin)
-        return Scores(self.sums(total).means, excess.means, excess.errors, p)
+        return Scores(self.sums(total).means, excess.means, excess.errors, excess.documents, p)
 
     def check_differs_from_uniform(self, statistic: str) -> None:
         """It is an error if no head is surely above or below what uniform attention would score, by
         more than MARGIN.
         """
         scores = self.scores(statistic)
-        documents = self.sums("0").documents
-        p = p_above(np.abs(scores.excess), scores.errors, documents)
+        p = p_above(np.abs(scores.excess), scores.errors, scores.documents)
         if not (q_of(p) <= LARGEST_Q).any():
             raise self.nothing_found(statistic)
 
@@ -198,15 +203,11 @@ class ExportSource:
 
     def choice(self, choose: Callable[[ExportSource], Mapping[tuple[int, int], float]]) -> Choice:
         """What `choose` takes from the run, and how much of it each half of the documents takes."""
-        documents = self.sums("0").documents
-        if documents < 2:
-            raise QueryError(
-                f"export {self.format.name}: the {counted(self.run['sequences_done'], 'sequence')} "
-                f"of run {self.run_id} are of one document; expected 2 or more, to say how sure a "
-                "list is"
-            )
+        items = choose(self)
+        # All sums are over the same documents.
+        documents = next(iter(self.known_sums.values())).documents
         stability = stability_of(lambda split, half: choose(self.half(split, half)), documents)
-        return Choice(choose(self), stability)
+        return Choice(items, stability)
 
     def nothing_found(self, *statistics: str) -> QueryError:
         """That no head surely differs from uniform attention in any of some statistics."""

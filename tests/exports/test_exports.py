@@ -143,6 +143,14 @@ def test_razor_has_the_heads_with_the_highest_scores(copies: Path, tmp_path: Pat
     assert [path.name for path in file.parent.iterdir()] == ["razor.json"]
 
 
+def test_one_document_says_nothing_of_how_sure_a_list_is(tmp_path: Path):
+    write_toy(tmp_path / "runs", "a-1", SCORES, documents=(7,))
+    with pytest.raises(
+        QueryError, match="the 4 sequences of run a-1 are of one document; expected"
+    ):
+        run("razor", tmp_path / "runs", "-o", tmp_path / "razor.json")
+
+
 # duo
 
 
