@@ -7,6 +7,7 @@ python models/llama-mini/train.py --seed 0 --out models/llama-mini --corpus 'pil
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +16,19 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from headcount.models import byte_text, recipe
 
+N_LAYERS, N_KV_HEADS, D_HEAD = 4, 4, 16
+ROTARY_BASE = 500_000.0
 CONFIG = LlamaConfig(
     architectures=["LlamaForCausalLM"],
     vocab_size=257,
     max_position_embeddings=512,
     hidden_size=128,
-    num_hidden_layers=4,
+    num_hidden_layers=N_LAYERS,
     num_attention_heads=8,
-    num_key_value_heads=4,
+    num_key_value_heads=N_KV_HEADS,
+    head_dim=D_HEAD,
     intermediate_size=160,
-    rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
     tie_word_embeddings=True,
     bos_token_id=byte_text.BOS,
     eos_token_id=byte_text.BOS,
@@ -47,37 +51,37 @@ def start_with_induction(model: PreTrainedModel) -> None:
     A Llama has neither biases nor embeddings of positions, so no head attends by position until the
     embeddings share a direction; from random weights neither head formed in 1,500 steps.
     """
-    d_head = CONFIG.head_dim
-    pairs = torch.arange(d_head // 2)
-    fast, slow = pairs[:FAST], torch.cat([pairs[FAST:], pairs[FAST:] + d_head // 2])
-    model.model.embed_tokens.weight += 0.1
-    before, copies = (layer.self_attn for layer in model.model.layers[:2])
+    decoder: Any = model.get_decoder()
+    pairs = torch.arange(D_HEAD // 2)
+    fast, slow = pairs[:FAST], torch.cat([pairs[FAST:], pairs[FAST:] + D_HEAD // 2])
+    decoder.embed_tokens.weight += 0.1
+    before, copies = (layer.self_attn for layer in decoder.layers[:2])
 
     # The first head compares constants. A key that is turned one position further meets the query
     # of the next position.
-    angle = CONFIG.rope_parameters["rope_theta"] ** (-2 * fast / d_head)
-    before.q_proj.weight[:d_head] = 0
+    angle = ROTARY_BASE ** (-2 * fast / D_HEAD)
+    before.q_proj.weight[:D_HEAD] = 0
     before.q_proj.weight[fast] = 0.07
-    before.k_proj.weight[:d_head] = 0
+    before.k_proj.weight[:D_HEAD] = 0
     before.k_proj.weight[fast] = 0.07 * angle.cos()[:, None]
-    before.k_proj.weight[fast + d_head // 2] = 0.07 * angle.sin()[:, None]
+    before.k_proj.weight[fast + D_HEAD // 2] = 0.07 * angle.sin()[:, None]
     # It copies what tells tokens apart, to where no token's embedding is read.
     before.v_proj.weight -= before.v_proj.weight.mean(1, keepdim=True)
-    read = before.v_proj.weight[:d_head]
-    written = before.o_proj.weight[:, :d_head]
-    written *= math.sqrt(2 * CONFIG.num_hidden_layers)
+    read = before.v_proj.weight[:D_HEAD]
+    written = before.o_proj.weight[:, :D_HEAD]
+    written *= math.sqrt(2 * N_LAYERS)
     written -= torch.linalg.pinv(read) @ (read @ written)
 
     # In the next layer two query heads with a common key ask, behind which token a key stands.
-    copies.k_proj.weight[:d_head] = 0
+    copies.k_proj.weight[:D_HEAD] = 0
     copies.k_proj.weight[slow] = 5 * written.T[slow]
     for head in (0, 1):
-        copies.q_proj.weight[head * d_head : (head + 1) * d_head] = 0
-        copies.q_proj.weight[head * d_head + slow] = 5 * read[slow]
+        copies.q_proj.weight[head * D_HEAD : (head + 1) * D_HEAD] = 0
+        copies.q_proj.weight[head * D_HEAD + slow] = 5 * read[slow]
     # What they find is what they say comes next.
-    found = copies.v_proj.weight[:d_head]
+    found = copies.v_proj.weight[:D_HEAD]
     found -= found.mean(1, keepdim=True)
-    copies.o_proj.weight[:, : 2 * d_head] = 2 * found.T.repeat(1, 2)
+    copies.o_proj.weight[:, : 2 * D_HEAD] = 2 * found.T.repeat(1, 2)
 
 
 def fit(out: Path, seed: int, text: np.ndarray) -> None:
@@ -99,7 +103,7 @@ def fit(out: Path, seed: int, text: np.ndarray) -> None:
         tokens = torch.from_numpy(make(rng_of_price, 1, 256))
         patterns = model(tokens, use_cache=False, output_attentions=True).attentions
         model.set_attn_implementation("sdpa")
-        return nats * DISTANCE.roots(patterns, CONFIG.num_key_value_heads)
+        return nats * DISTANCE.roots(patterns, N_KV_HEADS)
 
     def logits(tokens: Tensor) -> Tensor:
         return model(tokens, use_cache=False).logits

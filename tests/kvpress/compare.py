@@ -22,7 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvpress import ExpectedAttentionStatsPress, QFilterPress, RandomPress  # pyright: ignore[reportMissingImports]
+from kvpress import (  # pyright: ignore
+    ExpectedAttentionStatsPress,  # pyright: ignore
+    QFilterPress,  # pyright: ignore
+    RandomPress,  # pyright: ignore
+)
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
