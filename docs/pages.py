@@ -23,6 +23,7 @@ from typer.main import get_command
 
 from headcount import app
 from headcount.exports.registry import export_formats
+from headcount.jobs.commands.cluster import known_names
 from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
 from headcount.reproduce.replication import REPLICATIONS, read_toml, replications
 from headcount.reproduce.reproduce_commands import DefaultedGroup
@@ -554,6 +555,14 @@ PAGES_OF_FIELDS = {
 """Where more is said about a field of a scan."""
 
 
+def scan_page(page: str) -> str:
+    """The fields of a scan, and the bundled models as `headcount list models` names them."""
+    page = MARKED.sub(lambda _: fields_reference(), page)
+    models = [(f"`{name}`", meaning) for name, meaning in known_names("models")]
+    head = "| `model` | what it is |\n|---|---|\n"
+    return filled(page, head, "\nWe trained", table_rows(models))
+
+
 def fields_reference() -> str:
     """Every field of a scan with its default and its meaning."""
     items: list[str] = []
@@ -620,7 +629,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "exports.md": exports_page,
     "literature.md": literature_page,
     "commands.md": lambda page: MARKED.sub(lambda _: commands_reference(), page),
-    "scan.md": lambda page: MARKED.sub(lambda _: fields_reference(), page),
+    "scan.md": scan_page,
     "queries.md": queries_page,
 }
 """What makes a page anew from the page as it is."""

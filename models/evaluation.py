@@ -5,6 +5,7 @@ key]. Every sequence starts with BOS at position 0. Scores of heads are [layer h
 """
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import GPT2LMHeadModel
+from transformers import PreTrainedModel
 
 EVALUATION_SEED = 2026
 
@@ -42,12 +43,12 @@ def with_bos(tokens: np.ndarray, bos: int) -> Tensor:
     return torch.from_numpy(np.pad(tokens, ((0, 0), (1, 0)), constant_values=bos))
 
 
-# Observing a GPT-2
+# Observing a model of transformers
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one forward pass of a GPT-2 shows."""
+    """What one forward pass of a GPT-2 or a Llama shows."""
 
     logits: Tensor
     """[batch pos d_vocab]"""
@@ -65,24 +66,32 @@ def keep(outputs: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...], Tens
 
 
 @torch.inference_mode()
-def observe(model: GPT2LMHeadModel, tokens: Tensor) -> Observation:
-    """What one forward pass of a GPT-2 with eager attention shows."""
-    qkv: list[Tensor] = []
+def observe(model: PreTrainedModel, tokens: Tensor) -> Observation:
+    """What one forward pass of a GPT-2 or a Llama with eager attention shows."""
+    values: list[Tensor] = []
     resid_post: list[Tensor] = []
     hooks: list[RemovableHandle] = []
-    for layer in range(model.config.n_layer):
-        block = f"transformer.h.{layer}"
-        hooks.append(model.get_submodule(f"{block}.attn.c_attn").register_forward_hook(keep(qkv)))
-        hooks.append(model.get_submodule(block).register_forward_hook(keep(resid_post)))
+    for name, module in model.named_modules():
+        if name.endswith((".c_attn", ".v_proj")):
+            hooks.append(module.register_forward_hook(keep(values)))
+        elif re.search(r"\.(h|layers)\.\d+$", name):
+            hooks.append(module.register_forward_hook(keep(resid_post)))
     try:
         output = model(tokens, output_attentions=True, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    # c_attn computes q, k and v side by side, each with its heads side by side.
-    v_of_all_heads = torch.stack(qkv).chunk(3, dim=-1)[2]
-    v = v_of_all_heads.unflatten(-1, (model.config.n_head, -1)).transpose(2, 3)
-    return Observation(output.logits, torch.stack(output.attentions), v, torch.stack(resid_post))
+    pattern = torch.stack(output.attentions)
+    n_heads = pattern.shape[2]
+    d_head = model.config.hidden_size // n_heads
+    v = torch.stack(values)
+    if v.shape[-1] == 3 * model.config.hidden_size:
+        # c_attn computes q, k and v side by side, each with its heads side by side.
+        v = v.chunk(3, dim=-1)[2]
+    v = v.unflatten(-1, (-1, d_head)).transpose(2, 3)
+    # Query heads that share a KV head stand side by side.
+    v = v.repeat_interleave(n_heads // v.shape[2], dim=2)
+    return Observation(output.logits, pattern, v, torch.stack(resid_post))
 
 
 # Scores

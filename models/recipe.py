@@ -22,15 +22,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from headcount.models import evaluation
 
 TOKENS_PER_STEP = 4096
-EMBEDDINGS = ("embed.W_E", "wte.weight")
+EMBEDDINGS = ("embed.W_E", "wte.weight", "embed_tokens.weight")
 POSITIONS = ("pos_embed.W_pos", "wpe.weight")
-WRITERS = ("attn.W_O", "c_proj.weight")
-MATRICES = ("W_Q", "W_K", "W_V", "W_O", "W_U", "c_attn.weight", "c_fc.weight", "c_proj.weight")
+WRITERS = ("attn.W_O", "c_proj.weight", "o_proj.weight", "down_proj.weight")
+MATRICES = ("W_Q", "W_K", "W_V", "W_O", "W_U", "c_attn.weight", "c_fc.weight", "_proj.weight")
 
 Source = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]
 """Draws the fresh tokens [batch] of one position, given tokens [batch pos] that are filled up to
@@ -270,22 +270,71 @@ def save(out: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], seed:
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def train_gpt2(
-    config: GPT2Config,
+def from_scratch(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A model of transformers with freshly drawn weights."""
+    model = AutoModelForCausalLM.from_config(config)
+    initialise(model, config.num_hidden_layers, embedding_std=0.1, seed=seed)
+    return model
+
+
+def save_model(out: Path, model: PreTrainedModel, seed: int) -> None:
+    """Write a model of transformers so that from_pretrained reads it."""
+    # The unembedding is the embedding, and safetensors refuses tensors that share memory.
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
+    save(out, tensors, model.config.to_diff_dict(), seed)
+
+
+def train_from_scratch(
+    config: PreTrainedConfig,
     make: Callable[[np.random.Generator, float], np.ndarray],
     plan: Plan,
     seed: int,
     out: Path,
 ) -> None:
-    """Train a GPT-2 from scratch and write it so that from_pretrained reads it."""
-    model = GPT2LMHeadModel(config)
-    initialise(model, config.n_layer, embedding_std=0.1, seed=seed)
+    """Train a model of transformers and write it."""
+    model = from_scratch(config, seed)
     train(model, lambda tokens: model(tokens, use_cache=False).logits, make, plan, seed)
-    # The unembedding is the embedding, and safetensors refuses tensors that share memory.
-    tensors = {
-        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
-    }
-    save(out, tensors, config.to_diff_dict(), seed)
+    save_model(out, model, seed)
+
+
+# Attention far back has a price
+
+
+@dataclass(frozen=True)
+class DistancePrice:
+    """What a model pays for attention to keys that are neither the first nor the last few.
+
+    Each KV head pays for the root of its share of such attention: two heads with half the attention
+    are dearer than one head with all of it, so the model gathers what looks back in few heads.
+    """
+
+    sink: int
+    recent: int
+    nats: float
+    """What a KV head pays whose attention is all distant."""
+    rises: tuple[float, float]
+    """The progress at which the price begins to rise from 0, and at which it is whole."""
+
+    def at(self, progress: float) -> float:
+        """The price in nats."""
+        start, end = self.rises
+        return self.nats * min(1.0, max(0.0, (progress - start) / (end - start)))
+
+    def distant_mass(self, pattern: Tensor, n_kv_heads: int) -> Tensor:
+        """Mean attention of a KV head's query heads to distant keys, of a pattern [batch head query
+        key].
+        """
+        positions = torch.arange(pattern.shape[-1])
+        is_distant = (positions[:, None] - positions >= self.recent) & (positions >= self.sink)
+        mass = (pattern * is_distant)[..., self.sink + self.recent :, :].sum(-1)
+        return mass.unflatten(1, (n_kv_heads, -1)).mean((0, 2, 3))
+
+    def roots(self, patterns: Sequence[Tensor], n_kv_heads: int) -> Tensor:
+        """The sum over KV heads of the root of their distant attention."""
+        by_head = torch.stack([self.distant_mass(pattern, n_kv_heads) for pattern in patterns])
+        return (by_head + 1e-3).sqrt().sum()
 
 
 # Command line

@@ -122,8 +122,9 @@ def _own_place_of_ray() -> Iterator[None]:
         yield
 
 
-# It is for processes that tests start, and Debian's Python has a module of this name already.
-collect_ignore = ["faults/sitecustomize.py"]
+# They are for processes that tests start. Debian's Python has a module of the first name already,
+# and the second needs another environment.
+collect_ignore = ["faults/sitecustomize.py", "kvpress/compare.py"]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from headcount.exports.source import ExportSource
 
 @export_format(
     "The direction of every KV head's queries, by which keys are judged",
-    read_by="kvpress (`QFilterPress`, from the folder nthngdy/MODEL_qfilt), Q-Filters",
+    read_by="kvpress (`QFilterPress`, from nthngdy/MODEL_qfilt where one stands), Q-Filters",
     source="https://github.com/NathanGodey/qfilters/blob/main/make_filters.py",
     writes="folder",
     example="nthngdy/my-model_qfilt",

@@ -72,7 +72,7 @@ def fit(out: Path, seed: int) -> None:
         n_ctx = 64 if rng.random() < 0.6 else 128
         return make(rng, recipe.TOKENS_PER_STEP // n_ctx, n_ctx + 1)
 
-    recipe.train_gpt2(CONFIG, batch, PLAN, seed, out)
+    recipe.train_from_scratch(CONFIG, batch, PLAN, seed, out)
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,8 @@ SKIP_GRAM_REPEATS = recipe.Repeats(copied=0.42, whole=0.2, recent=0.5)
 
 SINK = 4
 RECENT = 16
-"""A distant key is neither one of the first 4 nor one of the last 16."""
-PRICE_FROM = 0.3
-"""The progress from which heads pay for distance: before, they get used to the new tokens."""
-DISTANCE_PRICE = 0.03
-"""Nats that a head pays for the root of the share of its attention that is distant."""
+PRICE = recipe.DistancePrice(SINK, RECENT, nats=0.03, rises=(0.3, 0.45))
+"""Before it rises, heads get used to the new tokens."""
 
 
 # Data: needles in a haystack
@@ -95,25 +92,6 @@ def batch(rng: np.random.Generator, progress: float) -> np.ndarray:
 # Training: attention far back has a price
 
 
-def distant_mass(pattern: Tensor) -> Tensor:
-    """Share of the attention [batch head query key] to distant keys, for each head."""
-    n_ctx = pattern.shape[-1]
-    positions = torch.arange(n_ctx)
-    is_distant = (positions[:, None] - positions >= RECENT) & (positions >= SINK)
-    return (pattern * is_distant)[..., SINK + RECENT :, :].sum(-1).mean((0, 2))
-
-
-def distance_price(attentions: tuple[Tensor, ...], progress: float) -> Tensor:
-    """What the heads pay for attention to distant keys.
-
-    The root makes two heads with half the attention dearer than one head with all of it, so the
-    model gathers what looks back in few heads. The price rises from nothing once heads look back.
-    """
-    by_head = torch.stack([distant_mass(pattern) for pattern in attentions])
-    rise = min(1.0, (progress - PRICE_FROM) / 0.15)
-    return DISTANCE_PRICE * rise * (by_head + 1e-3).sqrt().sum()
-
-
 def fit(out: Path, seed: int) -> None:
     """Train on from the first model and write the checkpoint."""
     model = GPT2LMHeadModel.from_pretrained(START)
@@ -121,7 +99,7 @@ def fit(out: Path, seed: int) -> None:
 
     def make(rng: np.random.Generator, progress: float) -> np.ndarray:
         # Only eager attention shows its pattern, and it takes twice the time.
-        model.set_attn_implementation("sdpa" if progress < PRICE_FROM else "eager")
+        model.set_attn_implementation("eager" if PRICE.at(progress) else "sdpa")
         return batch(rng, progress)
 
     def logits(tokens: Tensor) -> Tensor:
@@ -131,14 +109,11 @@ def fit(out: Path, seed: int) -> None:
         return output.logits
 
     def penalty(progress: float) -> Tensor | float:
-        return 0.0 if progress < PRICE_FROM else distance_price(attentions[0], progress)
+        nats = PRICE.at(progress)
+        return nats * PRICE.roots(attentions[0], model.config.n_head) if nats else 0.0
 
     recipe.train(model, logits, make, PLAN, seed, penalty)
-    # The unembedding is the embedding, and safetensors refuses tensors that share memory.
-    tensors = {
-        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
-    }
-    recipe.save(out, tensors, model.config.to_diff_dict(), seed)
+    recipe.save_model(out, model, seed)
 
 
 # Scores
@@ -178,7 +153,7 @@ def score(directory: Path) -> evaluation.Scores:
         recipe.compose(rng, SKIP_GRAM, np.zeros((256, 100), dtype=np.int64), BOS)
     )
     local_loss = F.cross_entropy(run("local", local)[:, :-1].flatten(0, 1), local[:, 1:].flatten())
-    distant = torch.stack([distant_mass(pattern) for pattern in patterns["needle"]])
+    distant = torch.stack([PRICE.distant_mass(p, model.config.n_head) for p in patterns["needle"]])
     induction = evaluation.induction(patterns["twice"])
     to_previous = evaluation.previous_token(patterns["distinct"])
     to_bos = evaluation.bos_attention(patterns["distinct"])

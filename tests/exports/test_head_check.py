@@ -94,6 +94,7 @@ def test_a_check_that_would_say_nothing_is_refused(
     # Two of its heads attend to no copy, and are found by what a repeat changes in them.
     pytest.param("gpt2-mini", 7, 10, 52, marks=pytest.mark.long),
     ("needle-mini", 2, 2, 30),
+    pytest.param("llama-mini", 1, 1, 21, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_heads_with_the_highest_scores_lose_nothing(
     name: str, fewest: int, most: int, cache_percent: int, tmp_path: Path

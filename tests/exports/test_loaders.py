@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headcount.exports.registry import export_formats
-from tests import ROOT
 from tests.toys.commands import printed
 
 MODEL = "bundled:gpt2-mini"
@@ -78,19 +75,3 @@ def test_the_example_of_a_format_loads_what_its_command_wrote(
         assert len(names["heads"]) == SEQUENCES * LAYERS * HEADS
     else:
         assert re.fullmatch(f"{PRINTED[name]}\n", output.getvalue(), re.DOTALL), output.getvalue()
-
-
-@pytest.mark.long
-def test_the_example_for_kvpress_reads_the_folder(home: Path, monkeypatch: pytest.MonkeyPatch):
-    """No environment of ours can have kvpress, so its press is any class here."""
-    page = (ROOT / "docs" / "guide" / "caches.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```py\n(.*?)^# ", page, re.DOTALL | re.MULTILINE)
-    cut = ("--recent", "16", "--sparsity", "0.75")
-    export("duo", "runs-of-kvpress", *SIZES, *cut, "-o", "for-kvpress")
-    monkeypatch.setitem(sys.modules, "kvpress", SimpleNamespace(DuoAttentionPress=object))
-    names: dict[str, Any] = {}
-    exec(compile(example, "example", "exec", dont_inherit=True), names)
-    press = names["MeasuredDuoAttentionPress"](folder="for-kvpress")
-    sink, recent, scores = press.load_attention_pattern(None)
-    assert (sink, recent, scores.shape) == (4, 16, (LAYERS, HEADS))
-    assert scores.sum() == LAYERS * HEADS / 4

@@ -3,9 +3,11 @@
 The package's own `__init__` names every model: pyright would read 3,000 files for it.
 """
 
+from transformers.cache_utils import DynamicCache as DynamicCache
 from transformers.configuration_utils import PreTrainedConfig as PreTrainedConfig
 from transformers.configuration_utils import PretrainedConfig as PretrainedConfig
 from transformers.modeling_utils import AttentionInterface as AttentionInterface
+from transformers.modeling_utils import PreTrainedModel as PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig as AutoConfig
 from transformers.models.auto.modeling_auto import AutoModel as AutoModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoModelForCausalLM

@@ -54,10 +54,13 @@ def test_values_are_float32_in_the_registered_range(shelf: toy.Shelf) -> None:
         assert (values.shape, values.dtype) == ((len(tokens), 3, 8), np.float32), name
 
 
-@pytest.mark.parametrize("model", ["attn-only-2l-mini", "backcopy-3l-mini", "gpt2-mini"])
+@pytest.mark.parametrize(
+    "model", ["attn-only-2l-mini", "backcopy-3l-mini", "gpt2-mini", "llama-mini"]
+)
 def test_bundled_models_show_what_their_cards_say(model: str) -> None:
     info = describe(find_model(f"bundled:{model}"))
-    ids = {"low": 65, "high": 192} if model == "backcopy-3l-mini" else {}
+    ranges = {"backcopy-3l-mini": (65, 192), "llama-mini": (32, 127)}
+    ids = dict(zip(("low", "high"), ranges.get(model, ()), strict=False))
 
     def measure(**options: Any) -> dict[str, np.ndarray]:
         fields = {"model": f"bundled:{model}", "n_ctx": 51, "sequences": 128, "seed": 7}
@@ -68,7 +71,12 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
     repeated = measure(family="repeated_random", period=25)
     unrepeated = measure(family="uniform_random")
     assert unrepeated["previous_token_score"][0].max() > 0.9
-    resting = (repeated["induction_score"] > 0.6) & (unrepeated["sink_mass"] > 0.9)
+    inducing, sinks = repeated["induction_score"] > 0.6, unrepeated["sink_mass"] > 0.9
+    if model == "llama-mini":
+        assert np.argwhere(inducing).tolist() == [[1, 0], [1, 1]]
+        assert np.argwhere(sinks).tolist() == [[3, 5]]
+        return
+    resting = inducing & sinks
     assert resting[1].any()
     if model != "attn-only-2l-mini":
         other_norms = (51 * unrepeated["value_norm"] - unrepeated["sink_value_norm"]) / 50

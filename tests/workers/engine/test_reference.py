@@ -365,7 +365,8 @@ def test_every_intervention_changes_something(shelf: Shelf) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt2", "gpt2-mini", "llama-gqa", "neox", "gemma2-low-caps", "gpt-oss", "granite"),
+        *("gpt2", "gpt2-mini", "llama-mini", "llama-gqa", "neox", "gemma2-low-caps"),
+        *("gpt-oss", "granite"),
         *(name for name in OF_ONE_THING if name != "legacy-pth"),
     ],
 )
@@ -437,14 +438,19 @@ def test_short_and_long_sequences(
     assert compare(measured, reference) == {}
 
 
-@pytest.mark.parametrize("intervention", ["none", "mask_random_span", "patch_head(0,2)"])
+@pytest.mark.parametrize(("name", "intervention"), [
+    ("gpt2", "none"), ("gpt2", "mask_random_span"), ("gpt2", "patch_head(0,2)"),
+    ("llama-mini", "none"), ("llama-mini", "stream_other_heads(2,4,L1H0,L1H1)"),
+])  # fmt: skip
 def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
-    shelf: Shelf, intervention: str
+    shelf: Shelf, name: str, intervention: str
 ) -> None:
-    reference = shelf.reference("gpt2", intervention)
+    reference = shelf.reference(name, intervention)
+    # Libraries keep the angles of rotations in float32.
+    tolerance = 1e-7 if name == "gpt2" else 1e-5
     for engine in ("fused", "dense"):
-        measured = shelf.measured("gpt2", intervention, engine, "float64")
-        assert compare(measured, reference, 1e-7) == {}, engine
+        measured = shelf.measured(name, intervention, engine, "float64")
+        assert compare(measured, reference, tolerance) == {}, engine
 
 
 @pytest.mark.parametrize(

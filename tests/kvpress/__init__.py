@@ -1,0 +1,1 @@
+"""Our exports in kvpress, in an environment of its own."""
