@@ -239,7 +239,7 @@ def _end(attempts: Sequence[Attempt], console: Console) -> None:
         raise typer.Exit(SOMETHING_SKIPPED)
 
 
-VERDICT_ORDER = ("fail", "pass", "not comparable")
+VERDICT_ORDER = ("fail", "pass", "record", "not comparable")
 """The order in which results are printed."""
 
 

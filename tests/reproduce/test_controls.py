@@ -1,17 +1,14 @@
-"""Controls of figures: what passes for random weights or for interventions that do nothing is
-found, and a model that is right passes.
-"""
+"""Controls of figures: what passes for random weights or for idle interventions is found."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headcount.reproduce.replication import PublishedValue, Replication, replications
+from headcount.reproduce.replication import Replication, replications
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.replica import Replica
 from tests.reproduce.controls import (
@@ -19,8 +16,6 @@ from tests.reproduce.controls import (
     Control,
     ReplicationControls,
     UntouchedReplica,
-    passing_share,
-    scatter_problems,
     short_replication,
 )
 from tests.toys.random_model import LIVELY
@@ -49,7 +44,7 @@ RATIO = (
 
 
 def toy(**check: object) -> Any:
-    return toy_replication(**TOY, check=[check])
+    return toy_replication(**TOY, check=[{"tolerance_reason": "a toy"} | check])
 
 
 def names(controls: Iterable[Control], control: str) -> list[str]:
@@ -100,7 +95,7 @@ def test_an_intervention_that_does_nothing_has_the_untouched_rows(controls_of: C
     controls = controls_of("toy", toy(sql="", tolerance=1, published={"a": 1}))
     changed, untouched = (
         dict(
-            controls.database(controls.runs(SIZES, LIVELY, replica)).rows(
+            controls.database(controls.runs(SIZES, LIVELY, replica_class=replica)).rows(
                 "SELECT intervention, list(sink_mass_late ORDER BY sequence, label) "
                 "FROM replication_heads GROUP BY ALL ORDER BY ALL"
             )
@@ -151,26 +146,3 @@ def test_no_figure_passes_that_must_not(name: str, controls_of: Controls) -> Non
     assert [control for control in controls.measure() if not control.reason] == []
     assert {*controls.without_null} <= {*controls.unmeasured}
     assert len(controls.unmeasured) == UNMEASURED.get(name, 0), controls.unmeasured
-
-
-@pytest.mark.parametrize(("scale", "tolerance", "expected"), [
-    # The difference of two values has √2 times their standard error.
-    ("absolute", 2.5758 * math.sqrt(2) * 0.1, 0.99),
-    ("absolute", math.sqrt(2) * 0.1, 0.683),
-    ("relative", math.sqrt(2) * 0.1, 0.683),
-    ("log10", math.sqrt(2) * 0.1 / math.log(10), 0.683),
-])  # fmt: skip
-def test_the_share_of_right_models_that_pass(scale: str, tolerance: float, expected: float) -> None:
-    published = PublishedValue("p", 1.0, tolerance, scale, standard_error=0.1)  # type: ignore[arg-type]
-    assert passing_share(published) == pytest.approx(expected, abs=0.01)
-    assert passing_share(PublishedValue("p", 1.0, tolerance)) == 1
-
-
-def test_no_figure_fails_a_model_that_is_right() -> None:
-    for name, replication in REPLICATIONS.items():
-        assert scatter_problems(replication) == [], name
-
-
-def test_a_figure_that_is_too_narrow_is_found() -> None:
-    replication = toy(sql="", tolerance=0.1, published={"a": 1.0}, standard_error=0.1)
-    assert names(scatter_problems(replication), "scatter") == ["a"]

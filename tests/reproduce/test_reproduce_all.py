@@ -37,6 +37,7 @@ CHECK = """
 [[check]]
 published = { sink = %s }
 tolerance = 1
+tolerance_reason = "a toy"
 sql = "SELECT 'sink', avg(sink_mass) FROM replication_heads"
 """
 
