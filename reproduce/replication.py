@@ -7,6 +7,7 @@ A check compares numbers with published ones, if the model is of the published s
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 import re
 import tomllib
@@ -307,6 +308,17 @@ class StandInText(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     what: str
     """What a user may give with `--text FILE`."""
+    fingerprint: str = ""
+    """Beginning of the SHA-256 of that file, if it is one certain text."""
+
+    def check(self, file: Path) -> None:
+        """Refuse another text, whose figures would be compared with those of the authors'."""
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        if self.fingerprint and digest != self.fingerprint:
+            raise ScanError(
+                f"--text {file}: expected {self.what}, with the SHA-256 {self.fingerprint}…, got "
+                f"{digest}…"
+            )
 
 
 class Figure(BaseModel):

@@ -202,7 +202,11 @@ def texts_of_replications(
             )
         if not Path(text_file).expanduser().is_file():
             raise RunError(f"--text {option}: no such file; expected {next(iter(wanted))}")
-        files |= {name: text_file for name, what in wanted_by_replication.items() if what in wanted}
+        for name, what in wanted_by_replication.items():
+            text = selection[name].text
+            if what in wanted and text is not None:
+                text.check(Path(text_file).expanduser())
+                files[name] = text_file
     return files
 
 
@@ -339,6 +343,8 @@ def texts(
     _check_output(file, ".csv")
     drawn_with = recipe.seed if seed is None else seed
     built = build_texts(recipe, source, tokenizer, drawn_with, typer.echo)
+    # Texts that should be the published ones and are not would be mistaken for them.
+    share = check_published(recipe, built, drawn_with)
     write_whole(file.absolute(), as_csv(built))
     typer.echo(f"{file}: {recipe.what}")
-    typer.echo(check_published(recipe, built, drawn_with))
+    typer.echo(share)

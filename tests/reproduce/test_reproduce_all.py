@@ -166,6 +166,13 @@ def test_a_text_is_for_its_replications(tmp_path: Path, monkeypatch: pytest.Monk
     by_name = texts_of_replications(["c=poem.txt", "b=novel.txt"], selection)
     assert by_name == {"a": "poem.txt", "c": "poem.txt", "b": "novel.txt"}
     assert texts_of_replications(["poem.txt"], alone) == {"a": "poem.txt"}
+    certain = replication.model_copy(
+        update={"text": StandInText(what="a poem", fingerprint="ca97")}
+    )
+    with pytest.raises(
+        ScanError, match="expected a poem, with the SHA-256 ca97…, got ca978112ca1b"
+    ):
+        texts_of_replications(["poem.txt"], {"a": certain})
     with pytest.raises(ScanError, match="different texts; expected NAME=FILE"):
         texts_of_replications(["poem.txt"], selection)
     with pytest.raises(RunError, match=r"own.txt: no such file; expected a poem"):
