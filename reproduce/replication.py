@@ -311,12 +311,15 @@ class StandInText(BaseModel):
     fingerprint: str = ""
     """Beginning of the SHA-256 of that file, if it is one certain text."""
 
-    def check(self, file: Path) -> None:
+    def check(self, name: str, files: Iterable[Path]) -> None:
         """Refuse another text, whose figures would be compared with those of the authors'."""
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        if self.fingerprint and digest != self.fingerprint:
+        if not self.fingerprint:
+            return
+        content = b"".join(file.read_bytes() for file in files if file.is_file())
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        if digest != self.fingerprint:
             raise ScanError(
-                f"--text {file}: expected {self.what}, with the SHA-256 {self.fingerprint}…, got "
+                f"--text {name}: expected {self.what}, with the SHA-256 {self.fingerprint}…, got "
                 f"{digest}…"
             )
 

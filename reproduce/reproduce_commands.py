@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,8 +91,9 @@ def reproduce(
         typer.Option(
             "--text",
             metavar="[NAME=]FILE",
-            help="The authors' own text, for the replication NAME and all others that were "
-            "published for the same. May be repeated. headcount reproduce texts builds some.",
+            help="The authors' own text, a file or a glob, for the replication NAME and all others "
+            "that were published for the same. May be repeated. headcount reproduce texts builds "
+            "some.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -200,12 +202,13 @@ def texts_of_replications(
                 f"--text {option}: these replications were published for different texts; "
                 f"expected NAME=FILE, for instance --text {first}=FILE ({choices})"
             )
-        if not Path(text_file).expanduser().is_file():
+        paths = [Path(path) for path in sorted(glob(str(Path(text_file).expanduser())))]
+        if not any(path.is_file() for path in paths):
             raise RunError(f"--text {option}: no such file; expected {next(iter(wanted))}")
         for name, what in wanted_by_replication.items():
             text = selection[name].text
             if what in wanted and text is not None:
-                text.check(Path(text_file).expanduser())
+                text.check(text_file, paths)
                 files[name] = text_file
     return files
 

@@ -5,10 +5,10 @@ an intervention that passes if the intervention does nothing says nothing about 
 Each must fail, or say in one line why it cannot (`passes_random`, `passes_null`). A record is
 compared with nothing, so nothing passes it.
 
-* Random weights: five untrained models with heads as wide as the published model's (of large models
-  as the miniature's), on few sequences of the published scans, compared as if each were the
-  published model. They have no more layers than figures name, and as many heads as there is time
-  for. Further models of a table are one untrained model each.
+* Random weights: five untrained models, compared as if each were the published model, on few
+  sequences of its scans. Their heads are as wide as its own; of models that are wider than 768 as
+  those of the miniature, and narrower where there are many tokens. They have no more layers than
+  figures name, and as many heads as there is time for. Further models of a table are one each.
 * Interventions that do nothing: the same replication on a replica that measures the untouched model
   under every intervention. What does not change depends on no intervention. What becomes 0, 1 or
   100 is a change, a ratio or a percentage, and is compared so. Any other value becomes that of a
@@ -125,6 +125,9 @@ WIDEST, WIDTH_OF_HEADS, NARROW = 768, 16, 4
 compared are published values, so one model with narrow heads is enough.
 """
 
+MOST_PRODUCTS = 2e10
+"""Multiplications of the layers of one untrained model. Beyond that its heads are narrower."""
+
 MOST_ENTRIES = 3e8
 """Entries of all patterns of a replication. Beyond that the model has fewer heads, and then fewer
 layers, if no certain head is published.
@@ -187,6 +190,9 @@ def _affordable_sizes(
         # As many heads as there is time for.
         entries = sum(map(_entries, scans.values()))
         n_heads = max(1, min(n_heads, MOST_HEADS, int(MOST_ENTRIES / (entries * n_layers))))
+    # A layer has 12 d_model² weights.
+    widest = math.sqrt(MOST_PRODUCTS / (12 * n_layers * sum(map(_tokens, scans.values()))))
+    d_head = max(NARROW, min(d_head, int(widest / n_heads)))
     asked = [fields["predictions"] for fields in scans.values() if "predictions" in fields]
     is_small = not asked or "loss" in str(asked)
     d_vocab = int(sizes["d_vocab"])
@@ -207,6 +213,11 @@ def _is_only_drawn(replication: Replication, scan: str, fields: Mapping[str, Any
     queries = [each.sql for each in (*replication.check, *replication.claim)]
     is_asked = any(f"'{scan}'" in sql for sql in [*replication.view.values(), *queries])
     return not is_asked and any(f"'{scan}'" in figure.sql for figure in replication.figure)
+
+
+def _tokens(fields: Mapping[str, Any]) -> int:
+    """Tokens of all passes of a scan."""
+    return len(fields.get("interventions", ["none"])) * fields["sequences"] * fields["n_ctx"]
 
 
 def _entries(fields: Mapping[str, Any]) -> int:

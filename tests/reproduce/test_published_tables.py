@@ -122,7 +122,7 @@ def test_the_hidden_spans_are_the_sources(n_ctx: int) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["first_keys", "masked_keys", "induction_sinks"])
+@pytest.mark.parametrize("name", ["first_keys", "masked_keys", "induction_heads"])
 def test_a_model_with_more_positions_than_gpt2_is_not_gpt2(name: str) -> None:
     sizes = {"n_layers": 12, "n_heads": 12, "d_model": 768, "d_vocab": 50257}
     published_sizes = REPLICATIONS[name].published_sizes

@@ -175,6 +175,7 @@ def test_a_text_is_for_its_replications(tmp_path: Path, monkeypatch: pytest.Monk
         texts_of_replications(["poem.txt"], {"a": certain})
     with pytest.raises(ScanError, match="different texts; expected NAME=FILE"):
         texts_of_replications(["poem.txt"], selection)
+    assert texts_of_replications(["[np]o*.txt"], {"a": selection["a"]}) == {"a": "[np]o*.txt"}
     with pytest.raises(RunError, match=r"own.txt: no such file; expected a poem"):
         texts_of_replications(["own.txt"], alone)
     with pytest.raises(ScanError, match="none of these replications reads a text"):
