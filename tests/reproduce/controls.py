@@ -109,9 +109,9 @@ def _is_same(value: float | None, other: float | None) -> bool:
 CHARACTERS = string.ascii_letters + string.digits + " .,"
 """Characters of a text that stands for another: 65, as many as the models of characters have."""
 
-MOST_SEQUENCES, FEW_SEQUENCES, MOST_TOKENS = 6, 2, 256
-"""Of a scan under one intervention, and of one of an untrained model. It has one sequence, however
-many tokens that has.
+MOST_SEQUENCES, FEW_SEQUENCES, MOST_TOKENS = 6, 3, 256
+"""Of a scan under one intervention, and of one of an untrained model: one for each of three data
+sets. It has one sequence, however many tokens that has.
 """
 
 SEEDS = range(5)
