@@ -125,7 +125,7 @@ WIDEST, WIDTH_OF_HEADS, NARROW = 768, 16, 4
 compared are published values, so one model with narrow heads is enough.
 """
 
-MOST_PRODUCTS = 2e10
+MOST_PRODUCTS = 1e11
 """Multiplications of the layers of one untrained model. Beyond that its heads are narrower."""
 
 MOST_ENTRIES = 3e8
@@ -192,7 +192,8 @@ def _affordable_sizes(
         n_heads = max(1, min(n_heads, MOST_HEADS, int(MOST_ENTRIES / (entries * n_layers))))
     # A layer has 12 d_model² weights.
     widest = math.sqrt(MOST_PRODUCTS / (12 * n_layers * sum(map(_tokens, scans.values()))))
-    d_head = max(NARROW, min(d_head, int(widest / n_heads)))
+    # A power of 2, so that replications share models.
+    d_head = max(NARROW, 2 ** int(math.log2(max(1, min(d_head, widest / n_heads)))))
     asked = [fields["predictions"] for fields in scans.values() if "predictions" in fields]
     is_small = not asked or "loss" in str(asked)
     d_vocab = int(sizes["d_vocab"])

@@ -12,8 +12,8 @@ from headcount.reproduce.replication import Replication, replications
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.replica import Replica
 from tests.reproduce.controls import (
+    FEW_SEQUENCES,
     MOST_SEQUENCES,
-    SEEDS,
     Control,
     ReplicationControls,
     UntouchedReplica,
@@ -66,17 +66,25 @@ def controls_of(tmp_path_factory: pytest.TempPathFactory) -> Controls:
 MEANS = "SELECT intervention, mean FROM means"
 
 
+@pytest.fixture
+def two_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer models, for tests that are no `long` ones."""
+    monkeypatch.setattr("tests.reproduce.controls.SEEDS", range(2))
+
+
+@pytest.mark.usefixtures("two_seeds")
 def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(
     controls_of: Controls,
 ) -> None:
     # The mean of 1/5, 1/6, 1/7 and 1/8: attention that is the same everywhere.
     published = {"none": np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8]), "zero_positions": 0.9}
     check = {"sql": MEANS, "tolerance": 0.02, "published": published}
-    assert names(controls_of("toy", toy(**check)).measure(), "random") == ["none"] * len(SEEDS)
+    assert names(controls_of("toy", toy(**check)).measure(), "random") == ["none"] * 2
     excused = toy(**check, passes_random={"no*": "a control"})
     assert {each.reason for each in controls_of("toy", excused).measure()} == {"a control"}
 
 
+@pytest.mark.usefixtures("two_seeds")
 def test_a_figure_that_an_intervention_without_effect_passes_is_found(
     controls_of: Controls,
 ) -> None:
@@ -112,8 +120,8 @@ def test_what_would_take_too_long_is_smaller() -> None:
     short, sizes = short_replication(published, published.published_sizes)
     assert (sizes["n_layers"], sizes["n_heads"], sizes["n_ctx"]) == (4, 1, 1024)
     # Untrained models are as wide as their heads have time for.
-    circuit = REPLICATIONS["sink_circuit_maps"]
-    _, sizes = short_replication(circuit, circuit.published_sizes)
+    circuit = REPLICATIONS["sink_circuit"]
+    _, sizes = short_replication(circuit, circuit.published_sizes, FEW_SEQUENCES)
     assert sizes["n_heads"] * sizes["d_head"] == circuit.published_sizes["d_model"]
     # Positions, lengths and interventions stay as published: checks refer to them.
     assert short.scan.keys() == published.scan.keys()
