@@ -142,9 +142,11 @@ UNMEASURED = {
     "active_dormant_one_layer": 1,
     # No head of random weights is of these classes.
     "first_keys": 4,
-    # Coordinates beyond the width of narrow heads, and biases that are 0 before training.
+    # The whole run restores nothing.
+    "sequence_patching": 17,
+    # Coordinates beyond the width of the model, and biases that are 0 before training.
     "sink_circuit_models": 9,
-    "sink_circuit_structure": 9,
+    "sink_circuit_structure": 1,
     "sink_circuit_training": 2,
 }
 """Published figures that have no value for random weights, so that they fail there."""
