@@ -399,10 +399,12 @@ def literature_page(page: str) -> str:
                 f"[`{name}`](../../reproduce/replications/{name}.toml): {one.title}",
                 len(one.published_values),
                 len(one.claim),
+                one.stated,
                 one.published_model,
             ]
             for name, one in replications().items()
         ),
+        "figures": _tolerance_cells(),
         "claims": _reason_cells(all_sources),
         "where": _quantity_cells(all_sources[CATALOGUE], known_words()),
     }
@@ -428,6 +430,23 @@ def _source_cells(file: str, source: Source) -> list[object]:
         len(source.claim) - shown - in_part,
         ", ".join(f"`{name}`" for name in sorted(names)),
     ]
+
+
+def _tolerance_cells() -> list[tuple[str, int]]:
+    """What tolerances of published values follow from, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for one in replications().values():
+        for check in one.check:
+            for value in check.values:
+                if check.record:
+                    counts["nothing is compared, a record"] += 1
+                elif value.spread is not None:
+                    counts[f"a published spread over {value.draws} draws"] += 1
+                elif value.sequences:
+                    counts["a published number of sequences"] += 1
+                else:
+                    counts[f"no spread published: {check.tolerance_reason}"] += 1
+    return counts.most_common()
 
 
 def _reason_cells(all_sources: Mapping[str, Source]) -> list[list[object]]:

@@ -42,12 +42,14 @@ class DataSet(NamedTuple):
     configuration: str | None
     split: str
     field: str
+    candidates: int
+    """Its rows of at least 40 tokens. A draw shuffles so many also where there is no copy of it."""
 
 
 DATA_SETS = (
-    DataSet("sst2", "stanfordnlp/sst2", None, "train", "sentence"),
-    DataSet("gsm8k", "openai/gsm8k", "main", "train", "question"),
-    DataSet("humaneval", "openai/openai_humaneval", None, "test", "prompt"),
+    DataSet("sst2", "stanfordnlp/sst2", None, "train", "sentence", 986),
+    DataSet("gsm8k", "openai/gsm8k", "main", "train", "question", 5671),
+    DataSet("humaneval", "openai/openai_humaneval", None, "test", "prompt", 159),
 )
 """In the order of the source: one generator draws from all three in turn."""
 
@@ -70,18 +72,23 @@ class TokenizedRow(NamedTuple):
 
 
 Rows = Mapping[str, Sequence[TokenizedRow]]
-"""The rows of each data set, by its name, in the order of the source."""
+"""The rows of each data set that is at hand, by its name, in the order of the source."""
 
 
 def short_texts(rows_by_name: Rows, tokenizer: TextTokenizer, seed: int) -> list[Text]:
     """The first 40 tokens of 100 rows of each data set, drawn by one generator for all three."""
     generator = random.Random(seed)
     texts: list[Text] = []
-    for name, rows in rows_by_name.items():
+    for data_set in DATA_SETS:
+        rows = rows_by_name.get(data_set.name)
+        if rows is None:
+            # What is drawn from the next one depends on how many were shuffled here.
+            generator.shuffle([None] * data_set.candidates)
+            continue
         candidates = _long_enough(rows)
         generator.shuffle(candidates)
         texts += [
-            Text(name, row.index, tokenizer.text([*row.tokens[:SHORT]]))
+            Text(data_set.name, row.index, tokenizer.text([*row.tokens[:SHORT]]))
             for row in candidates[:PER_DATA_SET]
         ]
     return texts
@@ -93,7 +100,10 @@ def long_texts(rows_by_name: Rows, tokenizer: TextTokenizer, seed: int) -> list[
     Texts of the three data sets alternate, so that the first 150 are 50 of each.
     """
     texts_by_data_set: list[list[Text]] = []
-    for number, (name, rows) in enumerate(rows_by_name.items()):
+    for number, name in enumerate(data_set.name for data_set in DATA_SETS):
+        if name not in rows_by_name:
+            continue
+        rows = rows_by_name[name]
         # The seeds are the source's: one draw for the beginnings, and one for each continuation.
         beginnings = _long_enough(rows)
         random.Random(seed * 1009 + number * 9176).shuffle(beginnings)
@@ -150,7 +160,9 @@ class Recipe:
     seed: int = 0
     """The seed of the published texts."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Of the published texts, by data set. Empty if the authors published none."""
+    """Of the source's texts, by data set. The long ones were not published, and are what the recipe
+    makes of the same copies that give the published short ones.
+    """
 
 
 RECIPES = {
@@ -169,6 +181,12 @@ RECIPES = {
         "300 texts of 1024 tokens, rows of one data set joined",
         "sink_circuit_long_texts.csv",
         long_texts,
+        0,
+        {
+            "sst2": "c521a12e47f09a1b",
+            "gsm8k": "2a483ec02557a897",
+            "humaneval": "ea2a23c5673ffd20",
+        },
     ),
     "sink_circuit_sentence": Recipe("the sentence of figure 5", "sink_circuit_sentence.csv", None),
 }
@@ -199,8 +217,12 @@ def build_texts(
     gpt2 = gpt2_tokenizer(tokenizer)
     rows_by_name: dict[str, list[TokenizedRow]] = {}
     for data_set in DATA_SETS:
+        values = _values(data_set, directory)
+        if values is None:
+            tell(f"{data_set.name}: no copy in {directory}; its {PER_DATA_SET} texts are left out")
+            continue
         # White space is collapsed to single spaces, and rows without text are left out.
-        cleaned = [" ".join(str(value or "").split()) for value in _values(data_set, directory)]
+        cleaned = [" ".join(str(value or "").split()) for value in values]
         numbered = [(index, text) for index, text in enumerate(cleaned) if text]
         tokens = gpt2.encode_many([text for _, text in numbered])
         rows = [TokenizedRow(*row, ids) for row, ids in zip(numbered, tokens, strict=True)]
@@ -216,6 +238,11 @@ def build_texts(
                 "set?"
             )
         rows_by_name[data_set.name] = rows
+    if not rows_by_name:
+        names = ", ".join(data_set.name for data_set in DATA_SETS)
+        raise CorpusError(
+            f"{directory}: expected directories {names} with copies of the data sets, got none"
+        )
     return recipe.draw(rows_by_name, gpt2, seed)
 
 
@@ -236,8 +263,8 @@ def gpt2_tokenizer(spec: str) -> TextTokenizer:
     return TextTokenizer(Path(directory), GPT2_TOKENS)
 
 
-def _values(data_set: DataSet, directory: Path | None) -> list[Any]:
-    """The values of the field that is read, in the order of the rows."""
+def _values(data_set: DataSet, directory: Path | None) -> list[Any] | None:
+    """The values of the field that is read, in the order of the rows. None if there is no copy."""
     from datasets import load_dataset, load_from_disk
 
     source, configuration = data_set.hub, data_set.configuration
@@ -245,10 +272,7 @@ def _values(data_set: DataSet, directory: Path | None) -> list[Any]:
         names = dict.fromkeys([data_set.name, data_set.hub.rpartition("/")[2]])
         copies = [directory / name for name in names if (directory / name).is_dir()]
         if not copies:
-            raise CorpusError(
-                f"{directory}: expected a directory {' or '.join(names)} with a copy of "
-                f"{data_set.hub}, got none"
-            )
+            return None
         # A copy may hold its configurations as directories, or only the one that is needed.
         inner = copies[0] / (configuration or "")
         source, configuration = str(inner if inner.is_dir() else copies[0]), None
@@ -300,15 +324,18 @@ def as_csv(texts: Iterable[Text]) -> bytes:
 
 
 def check_published(recipe: Recipe, texts: Sequence[Text], seed: int) -> str:
-    """A line that says whether these are the published texts. An error if they should be."""
+    """A line that says which share of the source's texts these are. An error if they are others."""
     if not recipe.fingerprints or seed != recipe.seed:
-        return "no texts were published to compare these with"
+        return "the source has no such texts to compare these with"
     measured = fingerprints(texts)
     for name, published in recipe.fingerprints.items():
         # One generator draws for all data sets, so those after a different one differ, too.
-        if measured.get(name) != published:
+        if measured.get(name, published) != published:
             raise RunError(
-                f"the texts of {name} are not the published ones; expected a whole copy of the "
-                "data set with its rows in their order, and GPT-2's tokenizer"
+                f"the texts of {name} are not those of the source, and nothing was written; "
+                "expected a whole copy of the data set with its rows in their order, and GPT-2's "
+                "tokenizer"
             )
-    return f"exactly the {len(texts)} published texts"
+    of_all = len(DATA_SETS) * PER_DATA_SET
+    share = "" if len(texts) == of_all else f" {len(texts)} of"
+    return f"exactly{share} the {of_all} texts of the source"

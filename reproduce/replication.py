@@ -7,15 +7,18 @@ A check compares numbers with published ones, if the model is of the published s
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -37,8 +40,32 @@ TEXT, STAND_IN = "$text", "bundled:LICENSE"
 
 M = TypeVar("M", bound=BaseModel)
 
-COLUMNS = ("name", "value", "model", "tolerance")
+COLUMNS = ("name", "value", "model", "tolerance", "spread", "draws", "stated")
 """Columns of a file of published values. The first two are required."""
+
+COVERAGE = 0.99
+"""Share of right models that a tolerance lets pass, if a spread or a number was published."""
+
+ERRORS_OF_MEANS = 3
+"""Standard errors of a difference of two means that a tolerance is: 99.7 % of normal ones lie
+within, and still 99 % of those that one sequence in fifty makes.
+"""
+
+
+@cache
+def prediction_factor(draws: int) -> float:
+    """Half the width of the interval that holds one more draw, in standard deviations of `draws`.
+
+    `t sqrt(1 + 1/draws)` with Student's quantile t, for `COVERAGE`, two-sided. Dimensionless, at
+    least 2.6. With 3 draws their own deviation is so uncertain that it is 11.5.
+    """
+    # With t = sqrt(f) tan(angle) the density over f degrees of freedom is cos(angle)^(f - 1).
+    freedom = draws - 1
+    angles = np.linspace(-np.pi / 2, np.pi / 2, 100_001)
+    below = np.cumsum(np.cos(angles) ** (freedom - 1))
+    angle = np.interp((1 + COVERAGE) / 2 * below[-1], below, angles)
+    return float(np.tan(angle)) * math.sqrt(freedom * (1 + 1 / draws))
+
 
 MODEL_FIELDS = tuple(field.name for field in dataclass_fields(ModelInfo))
 
@@ -65,13 +92,18 @@ class PublishedValue:
     name: str
     """The name that the check's SQL gives the measured value."""
     value: float
-    tolerance: float
-    """In units of the scale."""
+    tolerance: float | None
+    """In units of the scale. None if it follows from the measured scatter, or for a record."""
     scale: Literal["absolute", "relative", "log10"] = "absolute"
-    standard_error: float | None = None
-    """Scatter of the value as its authors give it."""
+    spread: float | None = None
+    """Published standard deviation over draws, from which the tolerance follows."""
+    draws: int = 0
+    sequences: int = 0
+    """Sequences that the value is a mean of, if the tolerance follows from the measured scatter."""
     model: str = ""
     """The model that it was published for, if a file has those of several."""
+    stated: str = ""
+    """Date of the newest statement of the source about it."""
 
     def __post_init__(self) -> None:
         """Refuse a logarithm of nothing."""
@@ -83,20 +115,29 @@ class PublishedValue:
         """The name, with that of the model if there is one."""
         return f"{self.model}: {self.name}" if self.model else self.name
 
-    @property
-    def allowed_distance(self) -> float:
-        """The tolerance in the units of the value, or in decades."""
-        return self.tolerance * abs(self.value) if self.scale == "relative" else self.tolerance
+    def allowed_distance(self, scatter: float | None = None) -> float | None:
+        """The tolerance in the units of the value, or in decades. None if nothing gives it.
 
-    def is_near(self, measured: float | None) -> bool:
+        `scatter` is the measured standard deviation over sequences.
+        """
+        if self.sequences:
+            # Both means are of so many sequences.
+            error = math.sqrt(2 / self.sequences)
+            return None if scatter is None else ERRORS_OF_MEANS * error * scatter
+        if self.tolerance is None or self.scale != "relative":
+            return self.tolerance
+        return self.tolerance * abs(self.value)
+
+    def is_near(self, measured: float | None, scatter: float | None = None) -> bool:
         """Whether a measured value is within the tolerance. An undefined one is not."""
-        if measured is None or not math.isfinite(measured):
+        allowed = self.allowed_distance(scatter)
+        if measured is None or allowed is None or not math.isfinite(measured):
             return False
         if self.scale == "log10":
             # Published values of this scale are above 0 (`__post_init__`).
             is_positive = measured > 0
-            return is_positive and abs(math.log10(measured / self.value)) <= self.tolerance
-        return abs(measured - self.value) <= self.allowed_distance
+            return is_positive and abs(math.log10(measured / self.value)) <= allowed
+        return abs(measured - self.value) <= allowed
 
 
 class ControlledQuery(BaseModel):
@@ -125,13 +166,31 @@ class Check(ControlledQuery):
     has the sizes that `published_models` gives for it.
     """
     tolerance: float | None = None
-    """How far a measured value may lie from the published one."""
+    """How far a measured value may lie from the published one, if the source gives neither a spread
+    nor a number of sequences.
+    """
+    tolerance_reason: str = ""
+    """What such a tolerance follows from, in a few words."""
     relative: bool = False
     """Whether the tolerance is a share of the published value."""
     log10: bool = False
     """Whether the tolerance is of the decimal logarithm: 1 allows a factor of 10."""
-    standard_error: float | dict[str, float] | None = None
-    """Scatter of the published value as its authors give it. A tolerance must allow for it."""
+    spread: float | dict[str, float] | None = None
+    """Published standard deviation of the value over draws of texts or trainings, in units of the
+    tolerance. The published value is their mean, and what is measured is one more draw.
+    """
+    draws: int = 0
+    """Number of these draws."""
+    sequences: int = 0
+    """Sequences that a published mean is of, if their spread was not published. Then the third
+    column of `sql` is the standard deviation over the measured ones.
+    """
+    record: str = ""
+    """Why the values only stand beside the measured ones: what was read is not what was published,
+    or no source states them.
+    """
+    stated: str = ""
+    """As in the replication, if the source said this at another time."""
     sizes: Sizes = {}
     """Sizes of the model that these were published for, if it is not the replication's model."""
     needs_text: bool = False
@@ -155,25 +214,46 @@ class Check(ControlledQuery):
             rows = _rows_of_file((info.context or {}).get("directory", REPLICATIONS) / self.file)
         self._values = {}
         for row in rows:
-            name, model = row["name"], row.get("model") or ""
-            errors = self.standard_error
-            value = _number(source, row, "value", None)
-            tolerance = _number(source, row, "tolerance", self.tolerance)
-            if value is None:
-                raise ValueError(f"{source}: {name}: no value")
-            if tolerance is None:
-                raise ValueError(f"{source}: {name}: no tolerance, in the file or in the check")
-            if (model, name) in self._values:
-                raise ValueError(f"{source}: names {name!r} twice")
-            self._values[model, name] = PublishedValue(
-                name=name,
-                value=value,
-                tolerance=tolerance,
-                scale="log10" if self.log10 else "relative" if self.relative else "absolute",
-                standard_error=errors.get(name) if isinstance(errors, dict) else errors,
-                model=model,
-            )
+            value = self._published_value(source, row)
+            if (value.model, value.name) in self._values:
+                raise ValueError(f"{source}: names {value.name!r} twice")
+            self._values[value.model, value.name] = value
         return self
+
+    def _published_value(self, source: str, row: Mapping[str, Any]) -> PublishedValue:
+        name, spreads = row["name"], self.spread
+        value = _number(source, row, "value", None)
+        tolerance = _number(source, row, "tolerance", self.tolerance)
+        own = spreads.get(name) if isinstance(spreads, dict) else spreads
+        spread = _number(source, row, "spread", own)
+        draws = int(_number(source, row, "draws", self.draws) or 0)
+        if value is None:
+            raise ValueError(f"{source}: {name}: no value")
+        if spread is not None:
+            if draws < 2:
+                raise ValueError(
+                    f"{source}: {name}: spread: expected draws, 2 or more, got {draws}"
+                )
+            tolerance = prediction_factor(draws) * spread
+        elif self.record or self.sequences:
+            tolerance = None
+        elif tolerance is None:
+            raise ValueError(f"{source}: {name}: no tolerance, in the file or in the check")
+        elif not self.tolerance_reason:
+            raise ValueError(
+                f"{source}: {name}: expected tolerance_reason, what its tolerance follows from"
+            )
+        return PublishedValue(
+            name=name,
+            value=value,
+            tolerance=tolerance,
+            scale="log10" if self.log10 else "relative" if self.relative else "absolute",
+            spread=spread,
+            draws=draws,
+            sequences=self.sequences,
+            model=row.get("model") or "",
+            stated=row.get("stated") or self.stated,
+        )
 
 
 def _number(
@@ -228,6 +308,20 @@ class StandInText(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     what: str
     """What a user may give with `--text FILE`."""
+    fingerprint: str = ""
+    """Beginning of the SHA-256 of that file, if it is one certain text."""
+
+    def check(self, name: str, files: Iterable[Path]) -> None:
+        """Refuse another text, whose figures would be compared with those of the authors'."""
+        if not self.fingerprint:
+            return
+        content = b"".join(file.read_bytes() for file in files if file.is_file())
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        if digest != self.fingerprint:
+            raise ScanError(
+                f"--text {name}: expected {self.what}, with the SHA-256 {self.fingerprint}…, got "
+                f"{digest}…"
+            )
 
 
 class Figure(BaseModel):
@@ -251,6 +345,8 @@ class Replication(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     title: str
     source: str
+    stated: str = ""
+    """Date of the newest statement of the source about its figures, as far as it is known."""
     measured: str
     """What is measured, in a sentence."""
     published_model: str

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,8 +91,9 @@ def reproduce(
         typer.Option(
             "--text",
             metavar="[NAME=]FILE",
-            help="The authors' own text, for the replication NAME and all others that were "
-            "published for the same. May be repeated. headcount reproduce texts builds some.",
+            help="The authors' own text, a file or a glob, for the replication NAME and all others "
+            "that were published for the same. May be repeated. headcount reproduce texts builds "
+            "some.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -200,9 +202,14 @@ def texts_of_replications(
                 f"--text {option}: these replications were published for different texts; "
                 f"expected NAME=FILE, for instance --text {first}=FILE ({choices})"
             )
-        if not Path(text_file).expanduser().is_file():
+        paths = [Path(path) for path in sorted(glob(str(Path(text_file).expanduser())))]
+        if not any(path.is_file() for path in paths):
             raise RunError(f"--text {option}: no such file; expected {next(iter(wanted))}")
-        files |= {name: text_file for name, what in wanted_by_replication.items() if what in wanted}
+        for name, what in wanted_by_replication.items():
+            text = selection[name].text
+            if what in wanted and text is not None:
+                text.check(text_file, paths)
+                files[name] = text_file
     return files
 
 
@@ -239,7 +246,7 @@ def _end(attempts: Sequence[Attempt], console: Console) -> None:
         raise typer.Exit(SOMETHING_SKIPPED)
 
 
-VERDICT_ORDER = ("fail", "pass", "not comparable")
+VERDICT_ORDER = ("fail", "pass", "record", "not comparable")
 """The order in which results are printed."""
 
 
@@ -339,6 +346,8 @@ def texts(
     _check_output(file, ".csv")
     drawn_with = recipe.seed if seed is None else seed
     built = build_texts(recipe, source, tokenizer, drawn_with, typer.echo)
+    # Texts that should be the published ones and are not would be mistaken for them.
+    share = check_published(recipe, built, drawn_with)
     write_whole(file.absolute(), as_csv(built))
     typer.echo(f"{file}: {recipe.what}")
-    typer.echo(check_published(recipe, built, drawn_with))
+    typer.echo(share)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, SupportsFloat
+from typing import Literal, NamedTuple, SupportsFloat
 
 from headcount.queries.ask.asking import Row, RunDatabase
-from headcount.reproduce.replication import Claim, Replication
+from headcount.reproduce.replication import Check, Claim, Replication
 from headcount.schemas.errors import QueryError, RunError
 from headcount.workers.model.files.model_info import ModelInfo
 
-Verdict = Literal["pass", "fail", "not comparable", "skipped"]
+Verdict = Literal["pass", "fail", "record", "not comparable", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Result:
     file: str = ""
     """The file that the published number is from, if it is one of a table."""
     reason: str = ""
-    """Why it is not comparable, or why the replication was skipped."""
+    """Why it is a record or not comparable, or why the replication was skipped."""
+    stated: str = ""
+    """When the source last said so, if that is known."""
 
     @property
     def tolerance_text(self) -> str:
@@ -41,6 +43,16 @@ class Result:
         if self.tolerance is None:
             return ""
         return f"{self.tolerance:.4g}{' decades' if self.in_decades else ''}"
+
+
+class Measured(NamedTuple):
+    """A measured value, and its standard deviation over sequences if a tolerance needs it."""
+
+    value: float | None
+    scatter: float | None = None
+
+
+NOTHING_MEASURED = Measured(None)
 
 
 def judge(
@@ -58,16 +70,18 @@ def judge(
     """
     results: list[Result] = []
     for check in replication.check:
-        measured_values = measured_by_name(name, check.sql, database)
+        measured_values = measured_by_name(name, check, database)
         # Without the authors' text another one was read, and a figure of theirs says nothing of it.
         lacks_text = check.needs_text and not has_text
         for published in check.values:
             # An override may leave out a part of the scan: then there is no number, and no pass.
-            value = measured_values.get(published.name)
-            verdict: Verdict = "pass" if published.is_near(value) else "fail"
+            value, scatter = measured_values.get(published.name, NOTHING_MEASURED)
+            verdict: Verdict = "pass" if published.is_near(value, scatter) else "fail"
             reason = ""
             if not has_sizes(info, replication.sizes_of(check, published)):
                 verdict, reason = "not comparable", "published for a model of other sizes"
+            elif check.record:
+                verdict, reason = "record", check.record
             elif lacks_text:
                 verdict = "not comparable"
                 reason = f"published for the authors' text: --text {name}=FILE"
@@ -77,12 +91,13 @@ def judge(
                     name=published.full_name,
                     published=published.value,
                     measured=value,
-                    tolerance=published.allowed_distance,
+                    tolerance=published.allowed_distance(scatter),
                     verdict=verdict,
                     model=model,
                     in_decades=published.scale == "log10",
                     file=check.file,
                     reason=reason,
+                    stated=published.stated or replication.stated,
                 )
             )
     for claim in replication.claim:
@@ -113,14 +128,15 @@ def claim_rows(
     return rows
 
 
-def measured_by_name(name: str, sql: str, database: RunDatabase) -> dict[str, float | None]:
+def measured_by_name(name: str, check: Check, database: RunDatabase) -> dict[str, Measured]:
     """The values that a check's SQL gives, by name."""
-    values: dict[str, float | None] = {}
-    for key, value in _rows(name, sql, 2, database):
+    values: dict[str, Measured] = {}
+    columns = 3 if check.sequences and not check.record else 2
+    for key, *numbers in _rows(name, check.sql, columns, database):
         # A later row would silently win over an earlier one.
         if str(key) in values:
             raise RunError(f"{name}: a check names {key!r} twice")
-        values[str(key)] = finite_number(value)
+        values[str(key)] = Measured(*map(finite_number, numbers))
     return values
 
 

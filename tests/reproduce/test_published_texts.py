@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.reproduce.published_texts import (
+    DATA_SETS,
     GPT2_TOKENS,
     RECIPES,
     Text,
     TokenizedRow,
+    check_published,
     fingerprints,
     gpt2_tokenizer,
     short_texts,
@@ -96,7 +99,7 @@ def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path
     options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]
     output, error = run_texts("sink_circuit", *options, "--seed", 7)
     assert error is None
-    assert "no texts were published to compare these with" in output
+    assert "the source has no such texts to compare these with" in output
     generator = random.Random(7)
     expected: list[Text] = []
     for name in ("sst2", "gsm8k", "humaneval"):
@@ -110,10 +113,37 @@ def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path
     assert [(document.text, document.pile_set_name) for document in documents] == [
         (text.text, text.dataset) for text in expected
     ]
+    file.unlink()
     output, error = run_texts("sink_circuit", *options)
     assert isinstance(error, RunError)
-    assert "the texts of sst2 are not the published ones" in str(error)
-    assert read_csv(file) != expected
+    assert "the texts of sst2 are not those of the source, and nothing was written" in str(error)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("name", ["sink_circuit", "sink_circuit_long"])
+def test_of_copies_of_some_data_sets_the_texts_are_those_of_all_and_the_share_is_said(
+    name: str, copies: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {n: sum(len(row) >= 40 for row in tidied(n)) for n in ("sst2", "gsm8k", "humaneval")}
+    toys = tuple(each._replace(candidates=sizes[each.name]) for each in DATA_SETS)
+    monkeypatch.setattr("headcount.reproduce.published_texts.DATA_SETS", toys)
+    options = ["--tokenizer", tokenizer, "--seed", 7]
+    whole, part = tmp_path / "whole.csv", tmp_path / "part.csv"
+    assert run_texts(name, "--from", copies, "-o", whole, *options)[1] is None
+    some = tmp_path / "copies"
+    some.mkdir()
+    (some / "gsm8k").symlink_to(copies / "gsm8k")
+    output, error = run_texts(name, "--from", some, "-o", part, *options)
+    assert error is None
+    assert "sst2: no copy in" in output
+    assert read_csv(part) == [text for text in read_csv(whole) if text.dataset == "gsm8k"]
+    # What is there are the source's, if its fingerprint says so.
+    recipe = replace(RECIPES[name], seed=7, fingerprints=fingerprints(read_csv(whole)))
+    line = check_published(recipe, read_csv(part), 7)
+    assert line == "exactly 100 of the 300 texts of the source"
+    assert check_published(recipe, read_csv(whole), 7) == "exactly the 300 texts of the source"
+    with pytest.raises(RunError, match="the texts of gsm8k are not those of the source"):
+        check_published(recipe, read_csv(part)[1:], 7)
 
 
 def test_long_texts_are_rows_of_one_data_set(copies: Path, tokenizer: Path, tmp_path: Path) -> None:
@@ -149,7 +179,7 @@ def test_the_sentence_needs_no_data_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("folder", "line"), [
-    ("nowhere", "expected a directory sst2"),
+    ("nowhere", "expected directories sst2, gsm8k, humaneval"),
     ("odd", "'sentence' is missing"),
     ("few", "expected 100 rows or more"),
 ])  # fmt: skip
@@ -168,8 +198,8 @@ def test_data_sets_that_are_not_those_are_lines(
 def test_rows_are_drawn_in_the_published_order(tokenizer: Path) -> None:
     with published.data_file("sink_circuit_300_texts.csv").open(newline="") as lines:
         rows = [(row["dataset"], int(row["source_index"])) for row in csv.DictReader(lines)]
-    # How many rows of each data set have 40 tokens. Only these numbers give the published order.
-    counts = {"sst2": 986, "gsm8k": 5671, "humaneval": 159}
+    # Only these numbers give the published order.
+    counts = {data_set.name: data_set.candidates for data_set in DATA_SETS}
     rows_by_name = {
         name: [TokenizedRow(place, "", [0] * 40) for place in range(count)]
         for name, count in counts.items()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -181,8 +182,15 @@ def test_verdicts() -> None:
             sql="VALUES ('near', 1.05), ('far', 1.2)",
             published={"near": 1.0, "far": 1.0, "left out": 1.0},
             tolerance=0.1,
+            tolerance_reason="a toy",
         ),
-        Check(sql="VALUES ('part', 215)", published={"part": 200.0}, tolerance=0.1, relative=True),
+        Check(
+            sql="VALUES ('part', 215)",
+            published={"part": 200.0},
+            tolerance=0.1,
+            tolerance_reason="a toy",
+            relative=True,
+        ),
     ]
     claims = [
         Claim(sql="VALUES ('it is so', 3, true), ('0/0 is no number', 'NaN'::FLOAT, true)"),
@@ -224,6 +232,7 @@ published_models.large = { n_layers = 2 }
 [[check]]
 file = "values.csv"
 tolerance = 0.1
+tolerance_reason = "a toy"
 sql = "VALUES ('a', 1.05), ('b', 3)"
 """
     table = "name,value,model,tolerance\na,1,,\na,2,large,\nb,2.9,large,0.01\n"
@@ -249,7 +258,7 @@ sql = "VALUES ('a', 1.05), ('b', 3)"
     ("tolerance = 1\nrelative = true\nlog10 = true", "", "either relative or log10"),
 ])  # fmt: skip
 def test_wrong_values_are_lines(tmp_path: Path, text: str, csv: str, problem: str) -> None:
-    check = f"[[check]]\nsql = ''\nfile = 'values.csv'\n{text}\n"
+    check = f"[[check]]\nsql = ''\nfile = 'values.csv'\ntolerance_reason = 'a toy'\n{text}\n"
     with one_line(ScanError, re.escape(problem)):
         replication_in(tmp_path, check, csv)
 
@@ -263,8 +272,11 @@ def test_a_tolerance_of_the_logarithm_is_of_orders_of_magnitude() -> None:
         PublishedValue("p", 0, 1, "log10")
 
 
+TOLERANCE: Any = {"tolerance": 0.1, "tolerance_reason": "a toy"}
+
+
 def test_figures_of_the_authors_text_are_compared_only_with_that_text() -> None:
-    check = Check(sql="VALUES ('a', 1)", published={"a": 1}, tolerance=0.1, needs_text=True)
+    check = Check(sql="VALUES ('a', 1)", published={"a": 1}, needs_text=True, **TOLERANCE)
     replication = toy_replication(check=[check])
     database = without_runs(duckdb.connect())
     info = toy.toy_info(n_layers=1)
@@ -317,7 +329,6 @@ statistics = ["sink_mass"]
 input = { family = "uniform_random" }
 
 [[check]]
-tolerance = 1
 published = {}
 sql = "SELECT 'sink', avg(sink_mass) FROM replication_heads"
 

@@ -37,6 +37,7 @@ CHECK = """
 [[check]]
 published = { sink = %s }
 tolerance = 1
+tolerance_reason = "a toy"
 sql = "SELECT 'sink', avg(sink_mass) FROM replication_heads"
 """
 
@@ -165,8 +166,16 @@ def test_a_text_is_for_its_replications(tmp_path: Path, monkeypatch: pytest.Monk
     by_name = texts_of_replications(["c=poem.txt", "b=novel.txt"], selection)
     assert by_name == {"a": "poem.txt", "c": "poem.txt", "b": "novel.txt"}
     assert texts_of_replications(["poem.txt"], alone) == {"a": "poem.txt"}
+    certain = replication.model_copy(
+        update={"text": StandInText(what="a poem", fingerprint="ca97")}
+    )
+    with pytest.raises(
+        ScanError, match="expected a poem, with the SHA-256 ca97…, got ca978112ca1b"
+    ):
+        texts_of_replications(["poem.txt"], {"a": certain})
     with pytest.raises(ScanError, match="different texts; expected NAME=FILE"):
         texts_of_replications(["poem.txt"], selection)
+    assert texts_of_replications(["[np]o*.txt"], {"a": selection["a"]}) == {"a": "[np]o*.txt"}
     with pytest.raises(RunError, match=r"own.txt: no such file; expected a poem"):
         texts_of_replications(["own.txt"], alone)
     with pytest.raises(ScanError, match="none of these replications reads a text"):

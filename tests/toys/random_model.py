@@ -1,4 +1,4 @@
-"""Models with random weights and narrow heads, in the layout of a miniature."""
+"""Models with random weights, in the layout of a miniature."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from headcount.schemas.packages import PACKAGE
-from tests.toys.toy_models import gpt2, legacy_state, save_model, write_config
+from tests.toys.toy_models import gpt2, legacy_state, write_config
 
 MINIATURES = PACKAGE / "models"
 
-D_HEAD = 4  # width of a head
 MOST_POSITIONS = 1024  # positions of a model, if the other has more
 
 UNTRAINED, LIVELY = 0.02, 0.3
@@ -27,35 +26,37 @@ def write_random_model(
     sizes: Mapping[str, int | str],
     scale: float,
     steps: Sequence[int] = (),
+    seed: int = 0,
 ) -> Path:
-    """Write a model in the layout of a miniature; all `steps` have the same weights."""
+    """Write a model in the layout of a miniature; all `steps` have the same weights.
+
+    An untrained GPT-2 is as transformers makes it.
+    """
     miniature = MINIATURES / like.removeprefix("bundled:")
     config = json.loads((miniature / "config.json").read_text(encoding="utf-8"))
     n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", 8))
     n_ctx = min(int(sizes.get("n_ctx", MOST_POSITIONS)), MOST_POSITIONS)
-    d_vocab, d_model = int(sizes["d_vocab"]), n_heads * D_HEAD
+    d_head = int(sizes["d_head"])
+    d_vocab, d_model = int(sizes["d_vocab"]), n_heads * d_head
     if "model_type" in config:
+        from transformers import AutoModelForCausalLM
+
         shape = {"n_layer": n_layers, "n_head": n_heads, "n_embd": d_model, "n_positions": n_ctx}
         # The last token is BOS, as in GPT-2.
         last = dict.fromkeys(("bos_token_id", "eos_token_id"), d_vocab - 1)
-        save_model(directory, gpt2(vocab_size=d_vocab, **shape, **last))
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(gpt2(vocab_size=d_vocab, **shape, **last))
+        if scale != UNTRAINED:
+            _draw(dict(model.named_parameters()), scale, seed)
+        model.save_pretrained(directory)
     else:
-        shape = {"n_layers": n_layers, "n_heads": n_heads, "d_head": D_HEAD, "n_ctx": n_ctx}
+        shape = {"n_layers": n_layers, "n_heads": n_heads, "d_head": d_head, "n_ctx": n_ctx}
         directory.mkdir(parents=True)
         of_width = {"d_model": d_model, "d_vocab": d_vocab, "d_vocab_out": d_vocab}
         write_config(directory, config | shape | of_width)
-        save_file(legacy_state(**shape, d_vocab=d_vocab), directory / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    state = load_file(directory / "model.safetensors")
-    for name, weight in sorted(state.items()):
-        # The gain of a norm is 1. An untrained model has no biases.
-        if name.endswith((".ln_1.weight", ".ln_2.weight", "ln_f.weight", ".w")):
-            weight.fill_(1)
-        elif name.rpartition(".")[2].startswith("b") and scale == UNTRAINED:
-            weight.zero_()
-        else:
-            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+        state = legacy_state(**shape, d_vocab=d_vocab)
+        _draw(state, scale, seed)
+        save_file(state, directory / "model.safetensors")
     # The tokenizer of a miniature, with tokens that no text has up to the vocabulary.
     tokenizer = json.loads((MINIATURES / "gpt2-mini" / "tokenizer.json").read_text("utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
@@ -68,6 +69,19 @@ def write_random_model(
         for file in directory.glob("*.*"):
             (checkpoint / file.name).symlink_to(file)
     return directory
+
+
+def _draw(state: Mapping[str, torch.Tensor], scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(state.items()):
+            # The gain of a norm is 1. An untrained model has no biases.
+            if name.endswith((".ln_1.weight", ".ln_2.weight", "ln_f.weight", ".w")):
+                weight.fill_(1)
+            elif name.rpartition(".")[2].startswith("b") and scale == UNTRAINED:
+                weight.zero_()
+            else:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
 
 
 def miniature_steps(like: str) -> list[int]:
