@@ -118,6 +118,8 @@ class ShippedViews:
                 if not isinstance(why, duckdb.BinderException):
                     column = None
         if column is not None:
+            # A uniform baseline is measured with its statistic.
+            column = column.removeprefix("uniform_")
             reason = f"it needs column {column!r}, which none of them measured{way_to(column)}"
             self.unmeasured[name] = column
         self.reasons[name] = reason

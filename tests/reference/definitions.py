@@ -672,16 +672,11 @@ def recompute(
         for i, (row, other) in enumerate(zip(sequences, partners, strict=True))
     ]
     heads = [heads_of(run, marks) for run, marks in zip(runs, labels_of_all, strict=True)]
-    indifferent = [uniform(by_layer[0][0]) for by_layer in heads]
-    windows = {layer[0].window for layer in heads[0]}
     statistics = {**STATISTIC_DEFINITIONS, **(variants or {})}
     return Reference(
         {name: by_head(heads, define) for name, define in statistics.items()},
         {
-            # Layers that see more or fewer keys have no common one.
-            name: np.array(
-                [statistics[name](head) if len(windows) == 1 else math.nan for head in indifferent]
-            )
+            name: np.array([common_level(statistics[name], by_layer) for by_layer in heads])
             for name in uniform_baseline
         },
         {
@@ -694,6 +689,12 @@ def recompute(
             for name, define in PREDICTION_DEFINITIONS.items()
         },
     )
+
+
+def common_level(define: Statistic, by_layer: list[list[Head]]) -> float:
+    """What uniform attention would score. NaN if layers see other keys, and score unlike."""
+    levels = [float(define(uniform(layer[0]))) for layer in by_layer]
+    return levels[0] if np.allclose(levels, levels[0], rtol=1e-5) else math.nan
 
 
 def by_head(heads: list[list[list[Head]]], define: Callable[[Head], object]) -> Array:
