@@ -187,6 +187,17 @@ STATISTIC_DEFINITIONS |= {
 }
 
 
+def strongest_of(keys: int) -> Statistic:
+    return lambda h: mean(float(first_largest(h.A[q]) < keys) for q in h.late_0)
+
+
+STATISTIC_DEFINITIONS["sink_rank_late"] = lambda h: mean(
+    1 + sum(a * (1 - 1e-5) > h.A[q][0] for a in h.A[q]) for q in h.late_0
+)
+STATISTIC_DEFINITIONS["sink_strongest_late_1"] = strongest_of(1)
+VARIANT_DEFINITIONS["sink_strongest_late_3"] = strongest_of(3)
+
+
 # Reach
 
 

@@ -115,7 +115,7 @@ COMBINATIONS = (
 WITH_OPTIONS = (
     "distant_mass(0,1)", "distant_mass(1,3)", "distant_mass(2,7)",
     "distant_mass_last(0,1)", "distant_mass_last(1,3)", "distant_mass_last(2,7)",
-    "labelled_key_mass(other,answer)",
+    "labelled_key_mass(other,answer)", "sink_strongest_late(3)",
 )  # fmt: skip
 """Statistics with options that mean something in short sequences."""
 
