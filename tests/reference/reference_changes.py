@@ -66,7 +66,9 @@ def run_changed(
     partner_run = None
     if any(change.patches for change in activation_changes):
         partner_run = forward(changed, partner, activation_changes, labels=labels)
-    return forward(changed, tokens, activation_changes, partner_run, labels=labels)
+    run = forward(changed, tokens, activation_changes, partner_run, labels=labels)
+    run.untouched = weights
+    return run
 
 
 def parse(weights: Weights, intervention: str) -> tuple[Weights, list[ActivationChange]]:
