@@ -407,6 +407,29 @@ def keep_window(value: Array, place: Place, untouched: Weights, sinks: int, wind
 
 
 @of("attn_scores")
+def keep_heavy_keys(
+    value: Array, place: Place, untouched: Weights, heavy: int, recent: int
+) -> Array:
+    window = untouched.layers[place.layer].window or len(value[0])
+    for scores in value:
+        received = [0.0] * len(scores)
+        kept: list[int] = []
+        for q in range(len(scores)):
+            kept.append(q)
+            earlier = [k for k in kept if k <= q - recent]
+            if len(earlier) > heavy:
+                least = min(received[k] for k in earlier)
+                kept.remove(next(k for k in earlier if received[k] <= least * (1 + 1e-5)))
+            seen = [k for k in kept if q - k < window]
+            largest = max(scores[q, k] for k in seen)
+            weights = {k: math.exp(scores[q, k] - largest) for k in seen}
+            for k, weight in weights.items():
+                received[k] += weight / sum(weights.values())
+            scores[q, [k for k in range(q) if k not in kept]] = HIDDEN
+    return value
+
+
+@of("attn_scores")
 def stream_heads(
     value: Array, place: Place, untouched: Weights, sink: int, recent: int, *heads: str
 ) -> Array:
