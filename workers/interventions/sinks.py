@@ -261,7 +261,7 @@ def keep_heavy_keys(attn_scores: Tensor, *, heavy: Count, recent: Count) -> Tens
         if n_earlier > heavy:
             earlier = received[..., :n_earlier]
             is_lightest = earlier <= earlier.amin(-1, keepdim=True) * (1 + TIE)
-            received.scatter_(-1, is_lightest.byte().argmax(-1, keepdim=True), torch.inf)
+            received.scatter_(-1, is_lightest.float().argmax(-1, keepdim=True), torch.inf)
         scores.masked_fill_(received.isposinf(), -torch.inf)
         received[..., : query + 1] += scores[..., : query + 1].softmax(-1)
     return hide(attn_scores, kept_scores.isneginf())
