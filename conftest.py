@@ -88,6 +88,11 @@ def nats(values: list[float]) -> torch.Tensor:
     return torch.tensor([values])
 
 
+def candidates(*tokens: list[int]) -> torch.Tensor:
+    """The most probable tokens of one sequence in each of some passes: `[pass batch token]`."""
+    return torch.tensor(tokens)[:, None]
+
+
 def head(weight: list[float] | list[list[float]]) -> torch.Tensor:
     """A weight of one head: `[head …]`."""
     return torch.tensor(weight, dtype=torch.float32)[None]
@@ -114,6 +119,7 @@ def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
         stream,
         head,
         nats,
+        candidates,
         triggers,
         copies,
         successors,

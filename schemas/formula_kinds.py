@@ -49,6 +49,11 @@ PREDICTION_INPUTS: dict[str, str] = {
     "token_loss": "-ln p(t[i] | t[<i]) of every token, NaN for the first [batch pos]",
     "final_logit": "logit after the last token of every token of the sequence [batch pos]",
     "final_logprob": "ln p after the last token of every token of the sequence [batch pos]",
+    "divergence": "Σ_w p(w) ln(p(w) / p'(w)) over the vocabulary after the last token, p of the "
+    "untouched model, p' as measured [batch]",
+    "final_candidates": "the five most probable tokens after the last token, the first one first; "
+    "of tokens that tie, the first [batch 5]",
+    "untouched_candidates": "the same of the untouched model [batch 5]",
     "effective": "effective positions EPE[i] = W_pos[i] + MLP_0(W_pos[i]), without a norm [pos "
     "d_model]",
     "position_after_mlp": "what positions change in e + MLP_0(e), without a norm, of token "
@@ -62,6 +67,9 @@ PREDICTION_INPUTS: dict[str, str] = {
 The last four use the untouched weights, without any intervention. They are NaN unless
 `positions_known`.
 """
+
+FROM_UNTOUCHED = ("divergence", "untouched_candidates")
+"""Those that hold a pass against one of the untouched model on the same sequences."""
 
 LAYER_WEIGHTS: dict[str, str] = {
     "W_Q": "query projection [head d_model d_head]",

@@ -39,6 +39,14 @@ def first_of_largest(values: Tensor) -> Tensor:
     return ties.float().argmax(-1)
 
 
+def count_above(values: Tensor, first: int) -> Tensor:
+    """How many values along the last axis are larger than each of the first ones, with no tie."""
+    largest = values[..., :first].amax(-1)
+    above = (values > largest[..., None] / (1 - TIE)).sum(-1)
+    # What is compared with NaN is not larger, and broken weights must not look like a number.
+    return above + 0 * largest
+
+
 Labels: TypeAlias = Mapping[str, Tensor]
 """Which positions an input family has labelled: a mask `[batch pos]` by label."""
 
@@ -96,6 +104,11 @@ class Pattern(Protocol):
     def strongest_key(self, queries: Tensor) -> Tensor:
         """The key with the largest `A[q, k]`, as an integer, for the queries of a mask
         `[batch pos]`, else 0; of keys that tie (`first_of_largest`), the first.
+        """
+
+    def above(self, first: int) -> Tensor:
+        """How many keys have a larger `A[q, k]` than each of the first keys, so many of them, and
+        do not tie with the largest of these (`count_above`); NaN if key 0 is behind the window.
         """
 
     def gate(self) -> Tensor:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from headcount.schemas.formula_kinds import PREDICTIONS as PREDICTIONS
 from headcount.schemas.formula_kinds import prediction
 from headcount.schemas.pattern import Tensor
-from headcount.schemas.units import Cosine, Length, Logit, Nats, Norm, Probability
+from headcount.schemas.units import Cosine, Length, Logit, Nats, Norm, Probability, ShareOfTokens
 
+PROFILER = "Scheuer, attention-sink-profiler"
 RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
 
 
@@ -100,6 +101,47 @@ def final_logits(final_logit: Tensor) -> Logit:
     logit(t[i] | t[0], …, t[T-1])
     """
     return final_logit
+
+
+@prediction(PROFILER)
+def final_divergence(divergence: Tensor) -> Nats:
+    """Kullback-Leibler divergence of the next token's distribution after the whole sequence from
+    that of the untouched model.
+
+    Σ_w p(w) ln(p(w) / p'(w)), p of the untouched model, p' under the intervention
+
+    Without an intervention it is 0.
+    """
+    return divergence
+
+
+@prediction(PROFILER)
+def final_top1_agreement(final_candidates: Tensor, untouched_candidates: Tensor) -> ShareOfTokens:
+    """Whether the most probable token after the whole sequence is that of the untouched model.
+
+    1 if argmax_w p'(w) = argmax_w p(w), else 0; p of the untouched model, p' under the intervention
+
+    >>> final_top1_agreement(*candidates([7, 2, 5], [2, 7, 5])).tolist()
+    [0.0]
+    """
+    return (final_candidates[:, 0] == untouched_candidates[:, 0]).float()
+
+
+@prediction(PROFILER)
+def final_top5_agreement(final_candidates: Tensor, untouched_candidates: Tensor) -> ShareOfTokens:
+    """Share of the five most probable tokens of the untouched model after the whole sequence that
+    are among the five under the intervention.
+
+    1/5 |{five w of largest p(w)} ∩ {five w of largest p'(w)}|, p of the untouched model, p' under
+    the intervention
+
+    Of tokens that tie to 1e-5, those with smaller numbers. Without an intervention it is 1.
+
+    >>> final_top5_agreement(*candidates([7, 2, 5, 1, 0], [2, 7, 9, 8, 4])).item()
+    0.4000000059604645
+    """
+    is_common = final_candidates[:, :, None] == untouched_candidates[:, None]
+    return is_common.any(-1).float().mean(-1)
 
 
 @prediction(

@@ -44,6 +44,7 @@ NatsPerToken = Annotated["Tensor", Values("nats per token", *ANY)]
 Norm = Annotated["Tensor", Values("euclidean norm")]
 Position = Annotated["Tensor", Values("position")]
 Probability = Annotated["Tensor", Values("probability", 0, 1)]
+Rank = Annotated["Tensor", Values("rank", 1)]
 ScaledLogits = Annotated["Tensor", Values("logits times √d_head", *ANY)]
 """Scores before they are divided by √d_head."""
 ScaledLogitLead = Annotated["Tensor", Values("logits times √d_head")]

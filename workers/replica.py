@@ -90,6 +90,9 @@ class Replica:
         self.requested = Requested(existing, scan.measured_heads(self.model.info))
         if self.requested.computed("after the pass") or scan.gradients:
             check_unembedding(self.model)
+        self.untouched: tuple[np.ndarray, list[Tensor]] | None = None
+        """Tokens that were measured last without an intervention, and `final_stream` of each batch.
+        """
         self.free_since: float | None = None
         """When the last shard was measured. It tells how long the replica waited for the next."""
         # The activations of all layers are kept until the backward pass has used them.
@@ -128,17 +131,31 @@ class Replica:
                 str(name): label_of_token == name for name in np.unique(label_of_token) if name
             }
         partner = partner if bound.needs_partner else None
+        sequences = _Sequences(tokens, masks, partner, None, [])
+        if intervention != NONE and self.requested.reads_untouched:
+            sequences = sequences._replace(untouched=self._untouched(tokens, labels))
         with self.engine_under(intervention, partner) as engine:
             try:
-                batches = self._batches(engine, _Sequences(tokens, masks, partner))
+                batches = self._batches(engine, sequences)
                 measured = Measurements.of_batches(batches)
             except MeasureError as error:
                 problem = self.model.weight_problem
                 if problem is None:
                     raise
                 raise MeasureError(f"{error}: {problem}") from None
+        if intervention == NONE:
+            self.untouched = tokens, sequences.final_streams
         method = engine.method(str(intervention), self.depth)
         return InterventionMeasurements(**vars(measured), method=method)
+
+    def _untouched(self, tokens: np.ndarray, labels: list[list[str]] | None) -> Tensor:
+        """`final_stream` of the untouched model `[sequence d_model]`, which is measured now if the
+        same tokens were not measured last without an intervention.
+        """
+        if self.untouched is None or self.untouched[0] is not tokens:
+            self.measure(tokens, labels=labels)
+        assert self.untouched is not None
+        return torch.cat(self.untouched[1])
 
     @contextmanager
     def engine_under(
@@ -238,7 +255,11 @@ class Replica:
         if LABELS in engine.changes.reads:
             engine = engine.changed(engine.changes.given({LABELS: labels}))
         patched_engine = with_partner(engine, partner, self.depth)
-        return launch(patched_engine, self.requested, tokens, first, labels)
+        untouched = None if sequences.untouched is None else sequences.untouched[batch]
+        pending = launch(patched_engine, self.requested, tokens, first, labels, untouched)
+        if pending.final_stream is not None:
+            sequences.final_streams.append(pending.final_stream)
+        return pending
 
 
 class _Sequences(NamedTuple):
@@ -249,6 +270,10 @@ class _Sequences(NamedTuple):
     """Where each label stands, by label."""
     partner: np.ndarray | None
     """Their partners, if the intervention needs them."""
+    untouched: Tensor | None
+    """`final_stream` of the untouched model `[sequence d_model]`, if predictions read it."""
+    final_streams: list[Tensor]
+    """Takes the `final_stream` of each batch."""
 
 
 def resolve_device(device: str) -> str:

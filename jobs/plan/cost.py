@@ -153,9 +153,11 @@ def _measured_batch(
         size_before, size = size, min(replica.batch.size, len(shard.tokens))
         if size != size_before:
             passes = []
-        tokens = shard.tokens[:size]
-        labels = None if shard.labels is None else shard.labels[:size]
-        partner = None if shard.partner is None else shard.partner[:size]
+            # The same array in all passes: what a replica knows of the untouched model, it knows by
+            # the array.
+            tokens = shard.tokens[:size]
+            labels = None if shard.labels is None else shard.labels[:size]
+            partner = None if shard.partner is None else shard.partner[:size]
         began = time.perf_counter()
         measured = replica.measure(tokens, intervention, labels, partner)
         passes.append(time.perf_counter() - began)

@@ -2,7 +2,8 @@
 
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
-from headcount.schemas.units import Position, Probability
+from headcount.schemas.scans.values import Count
+from headcount.schemas.units import Position, Probability, Rank, ShareOfQueries
 
 RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
 
@@ -108,6 +109,40 @@ def second_key_mass_late(pattern: Pattern) -> Probability:
     0.75
     """
     return late_mass(pattern, 1, 1)
+
+
+@statistic(f"a reproduction of {RAN_MILO}")
+def sink_rank_late(pattern: Pattern) -> Rank:
+    """Mean rank of key 0 among the keys of a query by their attention, over the second half of the
+    queries.
+
+    1/(T-⌊T/2⌋) Σ_{q≥⌊T/2⌋} (1 + #{k : A[q,k] > A[q,0]})
+
+    Keys that tie to 1e-5 do not count: rank 1 means that no key gets more attention.
+
+    >>> sink_rank_late(pattern([[1, 0, 0], [0.25, 0.75, 0], [0.25, 0.5, 0.25]])).item()
+    2.0
+    """
+    return 1 + pattern.above(1)[..., pattern.n_ctx // 2 : pattern.window].mean(-1)
+
+
+@statistic("Scheuer, attention-sink-profiler")
+def sink_strongest_late(pattern: Pattern, *, keys: Count = 1) -> ShareOfQueries:
+    """Share of the queries of the second half whose largest attention goes to one of the first
+    keys.
+
+    1/(T-⌊T/2⌋) #{q≥⌊T/2⌋ : argmax_k A[q,k] < keys}
+
+    Of keys that tie to 1e-5, the first is the largest.
+
+    >>> rows = [[1, 0, 0, 0], [0, 1, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.5, 0.25, 0]]
+    >>> sink_strongest_late(pattern(rows)).item()
+    0.5
+    >>> sink_strongest_late(pattern(rows), keys=2).item()
+    1.0
+    """
+    above = pattern.above(keys)[..., pattern.n_ctx // 2 : pattern.window]
+    return 1 - above.clamp(max=1).mean(-1)
 
 
 @statistic("gpt-oss, arXiv 2508.10925", missing="the layer has no learned sink")

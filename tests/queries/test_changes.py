@@ -114,3 +114,46 @@ def test_runs_on_other_input_are_not_compared(tmp_path: Path, different: dict[st
     write_run(tmp_path, "a-1", varied_cells())
     write_run(tmp_path, "b-2", varied_cells(), **different)
     assert open_runs(tmp_path).records("run_changes") == []
+
+
+def test_the_frontier_of_sink_and_loss_is_what_nothing_beats(tmp_path: Path) -> None:
+    # By intervention: the mean sink and the mean loss. Two have the sink or the loss of another.
+    points = {
+        "none": (0.5, 2.0), "zero_mlps": (0.25, 3.0), "zero_tokens": (0.5, 3.0),
+        "zero_positions": (0.625, 2.0), "zero_query_bias": (0.75, 4.0),
+        "zero_first_token": (0.125, 5.0),
+    }  # fmt: skip
+
+    def sink_mass(row: Row) -> float:
+        return (
+            points[row.intervention][0] + 0.125 * (row.sequence - 1) + 0.0625 * (2 * row.head - 1)
+        )
+
+    def loss(intervention: str, sequence: int) -> float:
+        return points[intervention][1] + (sequence - 1) / 2
+
+    facts: dict[str, Any] = {"sequences": 3, "heads": 2, "interventions": [*points]}
+    write_run(tmp_path, "a-1", {"sink_mass": sink_mass}, losses=loss, **facts)
+    write_run(tmp_path, "b-2", {"sink_mass": sink_mass}, **facts)  # It has no losses.
+    rows = open_runs(tmp_path).records("sink_against_loss")
+    found = {row["intervention"]: (row["sink_mass"], row["loss"]) for row in rows}
+    assert (found, len(rows)) == (points, len(points))
+    assert [row["sink_mass"] for row in rows] == sorted(sink for sink, _ in points.values())
+    for row in rows:
+        sink, nats = points[row["intervention"]]
+        assert (row["sink_change"], row["loss_change"]) == (sink - 0.5, nats - 2)
+        assert row["sink_error"] == pytest.approx(0.125 / math.sqrt(3))
+        assert row["loss_error"] == pytest.approx(0.5 / math.sqrt(3))
+        assert (row["sink_change_error"], row["loss_change_error"]) == (0, 0)
+        assert (row["documents"], row["sequences"]) == (3, 3)
+    beaten = {row["intervention"] for row in rows if not row["on_frontier"]}
+    assert beaten == {"zero_query_bias"}
+
+
+def test_without_an_untouched_run_of_the_scan_there_are_no_changes(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"interventions": ["zero_mlps"], "losses": lambda *_: 1.0}
+    write_run(tmp_path, "a-1", {"sink_mass": lambda _: 0.5}, **facts)
+    (row,) = open_runs(tmp_path).records("sink_against_loss")
+    changes = ("sink_change", "sink_change_error", "loss_change", "loss_change_error")
+    assert [row[name] for name in changes] == [None] * 4
+    assert (row["sink_mass"], row["loss"], row["on_frontier"]) == (0.5, 1, True)

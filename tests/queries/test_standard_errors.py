@@ -122,6 +122,35 @@ def check_views(plan: Plan, measured: Measured) -> None:
         check(record, values[place(record)] - untouched, documents)
 
 
+def check_sink_against_loss(plan: Plan, measured: Measured) -> None:
+    database = open_runs(plan.run.path)
+    documents, _, _, values = measured
+    sinks: dict[str, np.ndarray] = {}
+    losses: dict[str, np.ndarray] = {}
+    for intervention in INTERVENTIONS:
+        of_heads = [v for key, v in values.items() if key[:2] == (intervention, "sink_mass")]
+        sinks[intervention] = np.mean(of_heads, 0)
+        rows = database.rows(
+            f"SELECT loss FROM sequences WHERE intervention = '{intervention}' ORDER BY sequence"
+        )
+        losses[intervention] = np.array(rows, float)[:, 0]
+    records = database.records("sink_against_loss")
+    assert len(records) == len(INTERVENTIONS)
+    assert [row["sink_mass"] for row in records] == sorted(row["sink_mass"] for row in records)
+    for row in records:
+        own, other = row["intervention"], next(i for i in INTERVENTIONS if i != row["intervention"])
+        for name, by_intervention in (("sink", sinks), ("loss", losses)):
+            here = by_intervention[own]
+            change = here - by_intervention["none"]
+            mean = row["sink_mass" if name == "sink" else name]
+            assert (mean, row[f"{name}_change"]) == pytest.approx((here.mean(), change.mean()))
+            for column, of_column in ((f"{name}_error", here), (f"{name}_change_error", change)):
+                expected = error_over_documents(of_column, documents)
+                assert (row[column], row["documents"]) == expected, column
+        is_beaten = all(x[other].mean() < x[own].mean() for x in (sinks, losses))
+        assert row["on_frontier"] == (not is_beaten)
+
+
 def check_pages(plan: Plan, measured: Measured) -> None:
     documents, parts, _, values = measured
     ask = Asker(Path(str(plan.run.path)))
@@ -164,6 +193,7 @@ def test_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> No
     rolled_up = open_runs(plan.run.path).rows("SELECT count(DISTINCT document) > 2 FROM rollups")
     assert rolled_up == [(True,)]
     check_views(plan, measured)
+    check_sink_against_loss(plan, measured)
     check_pages(plan, measured)
     compact(plan.run)
     assert not open_runs(plan.run.path).rows("FROM internal.unrolled_heads")

@@ -187,6 +187,17 @@ STATISTIC_DEFINITIONS |= {
 }
 
 
+def strongest_of(keys: int) -> Statistic:
+    return lambda h: mean(float(first_largest(h.A[q]) < keys) for q in h.late_0)
+
+
+STATISTIC_DEFINITIONS["sink_rank_late"] = lambda h: mean(
+    1 + sum(a * (1 - 1e-5) > h.A[q][0] for a in h.A[q]) for q in h.late_0
+)
+STATISTIC_DEFINITIONS["sink_strongest_late_1"] = strongest_of(1)
+VARIANT_DEFINITIONS["sink_strongest_late_3"] = strongest_of(3)
+
+
 # Reach
 
 
@@ -570,6 +581,25 @@ def first_mlp_position_part(run: Run) -> float:
     return float(m @ EPE[0]) / length(EPE[0])
 
 
+def final_divergence(run: Run) -> float:
+    log_p = log_probabilities(run.untouched_logits)
+    log_q = log_probabilities(run.logits[-1])
+    return sum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
+
+
+def agreement(run: Run, count: int) -> float:
+    """The share of the most probable tokens that the intervention leaves among them."""
+    chosen: list[set[int]] = []
+    for logits in (run.untouched_logits, run.logits[-1]):
+        p = np.exp(log_probabilities(logits)).tolist()
+        chosen.append(set())
+        for _ in range(count):
+            token = first_largest(p)
+            chosen[-1].add(token)
+            p[token] = 0
+    return len(chosen[0] & chosen[1]) / count
+
+
 PREDICTION_DEFINITIONS: dict[str, Callable[[Run], float | list[float]]] = {
     "loss": lambda run: mean(token_losses(run)[1:]),
     "loss_early": lambda run: mean(token_losses(run)[1 : half(run) + 1]),
@@ -579,6 +609,9 @@ PREDICTION_DEFINITIONS: dict[str, Callable[[Run], float | list[float]]] = {
         math.exp(log_probabilities(run.logits[-1])[token]) for token in run.tokens
     ],
     "final_logits": lambda run: [float(run.logits[-1][token]) for token in run.tokens],
+    "final_divergence": final_divergence,
+    "final_top1_agreement": lambda run: agreement(run, 1),
+    "final_top5_agreement": lambda run: agreement(run, 5),
     "position_cosine_mlp": position_cosine_mlp,
     "position_cosine_layer": position_cosine_layer,
     "first_mlp_norm": first_mlp_norm,

@@ -53,11 +53,18 @@ class Run:
     labels: Sequence[str] = ()
     values_before_change: dict[tuple[int, int], Array] = field(default_factory=dict)
     """What change i was given in a layer: of a partner's run, what a patch writes."""
+    untouched: Weights | None = None
+    """The weights without the intervention, if there is one."""
 
     def again(self, change: ActivationChange, layers: int | None = None) -> Run:
         """The same sequence with one more change, which is made last."""
         changes = [*self.changes, change]
         return forward(self.weights, self.tokens, changes, self.partner, layers, self.labels)
+
+    @cached_property
+    def untouched_logits(self) -> Array:
+        """Those after the last token without the intervention `[d_vocab]`."""
+        return forward(self.untouched or self.weights, self.tokens).logits[-1]
 
     @cached_property
     def effective_positions(self) -> Array | None:

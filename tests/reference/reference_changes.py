@@ -66,7 +66,9 @@ def run_changed(
     partner_run = None
     if any(change.patches for change in activation_changes):
         partner_run = forward(changed, partner, activation_changes, labels=labels)
-    return forward(changed, tokens, activation_changes, partner_run, labels=labels)
+    run = forward(changed, tokens, activation_changes, partner_run, labels=labels)
+    run.untouched = weights
+    return run
 
 
 def parse(weights: Weights, intervention: str) -> tuple[Weights, list[ActivationChange]]:
@@ -402,6 +404,29 @@ def mask_recent_keys(value: Array, place: Place, untouched: Weights, count: int 
 @of("attn_scores")
 def keep_window(value: Array, place: Place, untouched: Weights, sinks: int, window: int) -> Array:
     return hide(value, lambda q, k: not (q - window < k or k < sinks))
+
+
+@of("attn_scores")
+def keep_heavy_keys(
+    value: Array, place: Place, untouched: Weights, heavy: int, recent: int
+) -> Array:
+    window = untouched.layers[place.layer].window or len(value[0])
+    for scores in value:
+        received = [0.0] * len(scores)
+        kept: list[int] = []
+        for q in range(len(scores)):
+            kept.append(q)
+            earlier = [k for k in kept if k <= q - recent]
+            if len(earlier) > heavy:
+                least = min(received[k] for k in earlier)
+                kept.remove(next(k for k in earlier if received[k] <= least * (1 + 1e-5)))
+            seen = [k for k in kept if q - k < window]
+            largest = max(scores[q, k] for k in seen)
+            weights = {k: math.exp(scores[q, k] - largest) for k in seen}
+            for k, weight in weights.items():
+                received[k] += weight / sum(weights.values())
+            scores[q, [k for k in range(q) if k not in kept]] = HIDDEN
+    return value
 
 
 @of("attn_scores")

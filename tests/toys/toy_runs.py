@@ -29,6 +29,7 @@ from headcount.schemas.files.run_directory import RunDirectory, data_path
 from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, Table, uniform_column
 from headcount.schemas.files.tables import PROFILES as PROFILES_TABLE
 from headcount.schemas.formulas import Formula
+from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.kinds import table_schema
 from headcount.schemas.statistics import STATISTICS
@@ -99,6 +100,8 @@ class ToyRun:
     model: str = "toy"
     fingerprints: Mapping[str, str] | None = None
     """Fingerprints of statistics that differ from their own."""
+    losses: Callable[[str, int], float] | None = None
+    """The loss under each intervention of each sequence."""
     profiles: Callable[[int], list[Entry]] | None = None
     """The rows of `profiles` of a shard."""
     curves: Mapping[str, Callable[[Row], list[float]]] | None = None
@@ -138,6 +141,8 @@ class ToyRun:
         for name, fingerprint in (self.fingerprints or {}).items():
             statistics[name]["fingerprint"] = fingerprint
         kinds = {"statistics": statistics}
+        if self.losses:
+            kinds["predictions"] = {"loss": PREDICTIONS["loss"].record}
         if self.profiles:
             names = {entry["profile"] for entry in self.profiles(0)}
             kinds["profiles"] = {name: PROFILES[name].record for name in names}
@@ -195,9 +200,13 @@ class ToyRun:
                 for statistic in self.statistics
                 if statistic.uniform_baseline
             }
+            | ({"loss": self.losses(intervention, sequence)} if self.losses else {})
             for sequence in span
         ]
         of_statistics = {STATISTICS.field: self.statistics}
+        of_sequences = of_statistics | (
+            {PREDICTIONS.field: [PREDICTIONS["loss"]]} if self.losses else {}
+        )
 
         def of_rows(table: Table, cells: Mapping[str, Callable[[Row], Any]], of: Any) -> pa.Table:
             content = [
@@ -209,7 +218,7 @@ class ToyRun:
         tables = {
             "heads": of_rows(HEADS, self.cells, of_statistics),
             "sequences": pa.Table.from_pylist(
-                sequences, schema=table_schema(SEQUENCES, of_statistics)
+                sequences, schema=table_schema(SEQUENCES, of_sequences)
             ),
         }
         if self.profiles:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.pattern import first_of_largest
+from headcount.schemas.pattern import count_above, first_of_largest
 from headcount.workers.engine.token_pairs import TokenPairs, count_seen
 from headcount.workers.model.attention_facts import (
     AttentionFacts,
@@ -155,6 +155,10 @@ class DensePattern:
 
     def strongest_key(self, queries: Tensor) -> Tensor:
         return first_of_largest(self.pattern).masked_fill(~queries[:, None], 0)
+
+    def above(self, first: int) -> Tensor:
+        above = count_above(self.pattern, first)
+        return above.masked_fill(self.positions() >= self.window, torch.nan)
 
     def gate(self) -> Tensor:
         # A row sums to 1 less what the sink has.

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headcount.schemas.pattern import first_of_largest
+from headcount.schemas.pattern import count_above, first_of_largest
 from headcount.workers.engine.kernel.sweep_kernel import Sweep
 from headcount.workers.engine.number_formats import HALVES, rounded
 from headcount.workers.engine.token_pairs import TokenPairs, count_seen
@@ -182,6 +182,10 @@ class FusedPattern:
             key = first_of_largest(attention) + tile.keys.start  # [batch head query]
             strongest[tile.sequences, :, tile.queries] = key
         return strongest.masked_fill(~queries[:, None], 0)
+
+    def above(self, first: int) -> Tensor:
+        above = self._swept(f"above {first}")
+        return above.masked_fill(self._positions() >= self.window, torch.nan)
 
     def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Tile, Tensor]]:
         """The tiles in which queries are chosen, `[batch query]`, and the attention in each."""
@@ -355,8 +359,8 @@ class FusedPattern:
             self._answers["entropy"] = swept.entropy
         for pair, mass in zip(pairs, swept.masses, strict=True):
             self._answers[pair.name] = mass
-        # No kernel knows largest scores, received attention and distant keys: they come from
-        # another look at the scores, whose `lse` it knows.
+        # No kernel knows the answers of `_TileSums`: they come from another look at the scores,
+        # whose `lse` it knows.
         sums = _TileSums(self, questions)
         for tile in _tiles(self.q, self.window) if sums.answers else ():
             attention = self._tile_attention(tile)
@@ -417,7 +421,13 @@ class _TileSums:
             for question in sorted(questions)
             if (words := question.split())[0] == "distant"
         }  # the sink and the recent keys that each of these questions leaves out
-        asked = [name for name in (*self.distant, LARGEST_SCORE, RECEIVED) if name in questions]
+        self.above = {
+            question: int(words[1])
+            for question in sorted(questions)
+            if (words := question.split())[0] == "above"
+        }  # how many of the first keys each of these questions holds the others against
+        single = [name for name in (LARGEST_SCORE, RECEIVED) if name in questions]
+        asked = [*self.distant, *self.above, *single]
         # Zeros, because received attention is added up over tiles; [batch head pos].
         self.answers = {name: pattern.q.new_zeros(pattern.q.shape[:3]) for name in asked}
 
@@ -426,6 +436,10 @@ class _TileSums:
         for question, (sink, recent) in self.distant.items():
             mass = self.answers[question][tile.sequences, heads, tile.queries]
             torch.div(_distant_sum(weights, tile, sink, recent), total, out=mass)
+        # A tile that begins behind key 0 has no query that sees it.
+        for question, first in self.above.items() if tile.keys.start == 0 else ():
+            counts = self.answers[question][tile.sequences, heads, tile.queries]
+            counts.copy_(count_above(weights, first))
         if RECEIVED in self.answers:
             # Σ_q weight / total is a product, which reads the tile once.
             attention_sums = total.reciprocal()[..., None, :] @ weights  # [batch head 1 key]

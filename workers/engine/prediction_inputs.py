@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
+from headcount.schemas.pattern import first_of_largest
 from headcount.workers.engine.changes import Change, Changes
 from headcount.workers.engine.dense_engine import DenseEngine
 from headcount.workers.engine.engine import Activations, Engine, StopPass
@@ -16,17 +17,24 @@ from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.model.layer_weights import known_or_nan
 from headcount.workers.model.model import Model
 
+CANDIDATES = 5  # most probable tokens that are compared
 CHUNK_BYTES = 64 << 20  # logits that are held at a time
 
 
 class PredictionInputs(dict[str, Tensor]):
     """What `PREDICTION_INPUTS` names, computed when it is first asked for."""
 
-    def __init__(self, model: Model, hidden: Tensor, tokens: Tensor) -> None:
+    def __init__(
+        self, model: Model, hidden: Tensor, tokens: Tensor, untouched: Tensor | None = None
+    ) -> None:
+        """`hidden [batch pos d_model]` is the stream behind the last norm, and `untouched [batch
+        d_model]` that of the untouched model at the last token; None if nothing is changed.
+        """
         super().__init__(tokens=tokens)
         self.model = model
         self.hidden = hidden
         self.tokens = tokens
+        self.untouched = hidden[:, -1] if untouched is None else untouched
 
     def __missing__(self, name: str) -> Tensor:
         # One computation may give several inputs, so all of them are stored.
@@ -75,6 +83,34 @@ def _final_predictions(inputs: PredictionInputs) -> dict[str, Tensor]:
         final_logits.append(token_logits)
         final_logprobs.append(token_logits - logits.logsumexp(-1, keepdim=True))
     return {"final_logit": torch.cat(final_logits), "final_logprob": torch.cat(final_logprobs)}
+
+
+def _against_untouched(inputs: PredictionInputs) -> dict[str, Tensor]:
+    divergences: list[Tensor] = []
+    candidates: list[Tensor] = []
+    streams = inputs.chunks(inputs.hidden[:, -1]), inputs.chunks(inputs.untouched)
+    for stream_pair in zip(*streams, strict=True):
+        # No intervention changes the unembedding. [batch d_vocab]
+        logprob, untouched = (inputs.model.logits(s).log_softmax(-1) for s in stream_pair)
+        # Rounding may leave a tiny negative number of two distributions that are nearly equal.
+        divergences.append((untouched.exp() * (untouched - logprob)).sum(-1).clamp(min=0))
+        candidates.append(most_probable(torch.stack([logprob, untouched]).exp()))
+    final, untouched_candidates = torch.cat(candidates, dim=1)  # [batch candidate]
+    return {
+        "divergence": torch.cat(divergences),
+        "final_candidates": final,
+        "untouched_candidates": untouched_candidates,
+    }
+
+
+def most_probable(probabilities: Tensor) -> Tensor:
+    """The most probable tokens `[… candidate]` of `[… d_vocab]`, the first one first."""
+    candidates: list[Tensor] = []
+    for _ in range(CANDIDATES):
+        # One at a time: no sort would know which probabilities tie.
+        candidates.append(first_of_largest(probabilities)[..., None])
+        probabilities = probabilities.scatter(-1, candidates[-1], 0)
+    return torch.cat(candidates, dim=-1)
 
 
 def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
@@ -133,6 +169,7 @@ COMPUTED_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
     "first_mlp_out": _first_mlp_out,
     "token_loss": _token_losses,
     **dict.fromkeys(("final_logit", "final_logprob"), _final_predictions),
+    **dict.fromkeys(("divergence", "final_candidates", "untouched_candidates"), _against_untouched),
     **dict.fromkeys(
         ("positions_known", "effective", "position_after_mlp", "position_after_layer"),
         _position_changes,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headcount.schemas.pattern import TIE
 from headcount.schemas.scans.values import Count, Factor, Index, Positive, Seed
 from headcount.workers.engine.changes import hide, replaced
 from headcount.workers.interventions.intervention_registry import LargestValue, intervention
@@ -31,6 +32,14 @@ def _whole_window(options: Mapping[str, Any], n_ctx: int) -> str | None:
     if visible_keys >= n_ctx:
         return f"hides nothing; expected sinks + window below n_ctx = {n_ctx}, got {visible_keys}"
     return None
+
+
+def _whole_cache(options: Mapping[str, Any], n_ctx: int) -> str | None:
+    """Why a cache evicts nothing; None if it does."""
+    kept_keys = options["heavy"] + options["recent"]
+    if kept_keys < n_ctx:
+        return None
+    return f"hides nothing; expected heavy + recent below n_ctx = {n_ctx}, got {kept_keys}"
 
 
 def _span_of_keys(options: Mapping[str, Any], n_ctx: int) -> str | None:
@@ -233,3 +242,26 @@ def keep_window(attn_scores: Tensor, *, sinks: Index, window: Index) -> Tensor:
     queries = torch.arange(attn_scores.shape[-2], device=attn_scores.device)
     distance = queries[:, None] - queries[None]
     return hide(attn_scores, (distance >= window) & (queries[None] >= sinks))
+
+
+@intervention(refuse=_whole_cache)
+def keep_heavy_keys(attn_scores: Tensor, *, heavy: Count, recent: Count) -> Tensor:
+    """A query sees only the last `recent` keys and `heavy` earlier ones, as with the cache of H2O
+    (Zhang et al. 2023, arXiv 2306.14048): with each query one more key becomes an earlier one, and
+    if these are too many, the one that has received the least attention so far is evicted for good.
+    Every head evicts for itself. That attention leaves out a learned sink; of keys that tie to
+    1e-5, the first goes.
+    """
+    # What is evicted has no gradient, and what it is chosen by needs none.
+    kept_scores = attn_scores.detach().clone()
+    # What a key has received so far, and infinity once it is evicted: [batch head key].
+    received = torch.zeros_like(attn_scores[..., 0, :])
+    for query, scores in enumerate(kept_scores.unbind(-2)):
+        n_earlier = query + 1 - recent
+        if n_earlier > heavy:
+            earlier = received[..., :n_earlier]
+            is_lightest = earlier <= earlier.amin(-1, keepdim=True) * (1 + TIE)
+            received.scatter_(-1, is_lightest.float().argmax(-1, keepdim=True), torch.inf)
+        scores.masked_fill_(received.isposinf(), -torch.inf)
+        received[..., : query + 1] += scores[..., : query + 1].softmax(-1)
+    return hide(attn_scores, kept_scores.isneginf())

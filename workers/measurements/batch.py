@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.tables import HEADS, SEQUENCES, uniform_column
+from headcount.schemas.formula_kinds import FROM_UNTOUCHED
 from headcount.schemas.formulas import Computed, Formula, Kind, evaluate
 from headcount.schemas.pattern import Labels
 from headcount.schemas.scans.kinds import KINDS
@@ -70,6 +71,12 @@ class Requested:
         """What formulas read that only a backward pass knows."""
         names = (formula.gradients for _, formula in self.computed("in every layer"))
         return frozenset[str]().union(*names)
+
+    @property
+    def reads_untouched(self) -> bool:
+        """Whether a prediction holds a pass against one of the untouched model."""
+        predictions = (formula for _, formula in self.computed("after the pass"))
+        return any({*formula.parameters} & {*FROM_UNTOUCHED} for formula in predictions)
 
     def reads(self, name: str) -> bool:
         """Whether a formula of a layer reads this, or the rule that says where it has a value."""
@@ -268,6 +275,10 @@ class PendingBatch:
     """Position of the first sequence in its shard, for messages."""
     ready: torch.cuda.Event | None
     """When the results are on the host; None if they never left it."""
+    final_stream: Tensor | None
+    """The stream behind the last norm at the last token `[batch d_model]`, on the device; None if
+    the pass ended before.
+    """
 
 
 def launch(
@@ -276,8 +287,12 @@ def launch(
     tokens: Tensor,
     first: int = 0,
     labels: Labels | None = None,
+    untouched: Tensor | None = None,
 ) -> PendingBatch:
-    """Start a forward pass over tokens `[batch pos]`; on a GPU this returns before it is done."""
+    """Start a forward pass over tokens `[batch pos]`; on a GPU this returns before it is done.
+
+    `untouched` is the `final_stream` of the untouched model; None if nothing is changed.
+    """
     matches = find_matches(tokens)
     shared_values: dict[str, Any] = {
         **matches,
@@ -308,9 +323,12 @@ def launch(
         for window in sorted(layer_formulas.windows) or [None]
     ]
     columns = list(layer_formulas.columns(by_window))
+    final_stream = None
     if predictions:
         # Taken out of the list, so that the stream is freed with `inputs`.
-        inputs = PredictionInputs(engine.model, final_streams.pop(), tokens)
+        inputs = PredictionInputs(engine.model, final_streams.pop(), tokens, untouched)
+        # A copy, which does not keep the other positions.
+        final_stream = inputs.hidden[:, -1].clone()
         for kind, formula in predictions:
             values = defined_or_nan(formula, inputs)
             defined = where_defined(formula, inputs, values)
@@ -323,7 +341,7 @@ def launch(
         # done; until then the pinned memory holds anything.
         ready = torch.cuda.Event()
         ready.record()
-    return PendingBatch(columns, requested.heads, len(tokens), first, ready)
+    return PendingBatch(columns, requested.heads, len(tokens), first, ready, final_stream)
 
 
 def _on_the_way_to_host(columns: Sequence[Column]) -> list[Column]:

@@ -57,6 +57,7 @@ PROVIDERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("positions_known", "token_loss", "final_logit", "final_logprob"), PREDICTION_CODE
     ),
+    **dict.fromkeys(("divergence", "final_candidates", "untouched_candidates"), PREDICTION_CODE),
     **dict.fromkeys(
         ("position_after_mlp", "position_after_layer"), (*PREDICTION_CODE, *CIRCUIT_CODE)
     ),

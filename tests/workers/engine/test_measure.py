@@ -18,6 +18,8 @@ from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.replica import Replica
 from tests.toys import toy_models as toy
 
+AGAINST_UNTOUCHED = ("final_divergence", "final_top1_agreement", "final_top5_agreement")
+
 
 def tokens_of(n_ctx: int, sequences: int = 3) -> np.ndarray:
     return np.random.default_rng(n_ctx).integers(97, 123, (sequences, n_ctx)).astype(np.int32)
@@ -52,6 +54,33 @@ def test_values_are_float32_in_the_registered_range(shelf: toy.Shelf) -> None:
         defined = values[~np.isnan(values)]
         assert ((low - 1e-6 <= defined) & (defined <= high + 1e-6)).all(), name
         assert (values.shape, values.dtype) == ((len(tokens), 3, 8), np.float32), name
+
+
+def test_predictions_are_held_against_the_untouched_model_on_the_same_tokens(
+    shelf: toy.Shelf,
+) -> None:
+    tokens, others = tokens_of(20, sequences=5), tokens_of(20, sequences=5)[::-1].copy()
+    fields: dict[str, Any] = {"statistics": ["sink_mass"], "predictions": list(AGAINST_UNTOUCHED)}
+
+    def measured(replica: toy.TextReplica, tokens: np.ndarray, intervention: str) -> np.ndarray:
+        columns = replica.measure(tokens, intervention).sequences
+        return np.stack([columns[name] for name in AGAINST_UNTOUCHED])
+
+    # The second one takes other batches, and is not asked for the untouched model.
+    replica, alone = (
+        toy.replica(shelf.path("gpt2-mini"), batch_size=size, **fields) for size in (2, 5)
+    )
+    assert (measured(replica, tokens, "none") == [[0], [1], [1]]).all()
+    for intervention in ("zero_head(0,1)", "zero_query_bias", "zero_mlp(2)+mask_keys(0,1)"):
+        changed = measured(replica, tokens, intervention)
+        assert (changed[0] > 1e-4).all()
+        assert (changed[1:] <= 1).all()
+        # The untouched model is measured then, and other tokens are not taken for these.
+        reversed_order = measured(replica, others, intervention)[:, ::-1]
+        np.testing.assert_allclose(reversed_order, changed, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            measured(alone, tokens, intervention), changed, rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(

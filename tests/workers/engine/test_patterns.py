@@ -38,6 +38,8 @@ def random_inputs(
 DISTANT = ((0, 1), (4, 3), (3, 64), (80, 500))
 """Options of distant keys: within a tile, over tiles, and beyond every sequence."""
 
+ABOVE = (1, 3)
+
 
 def masks(n_ctx: int, batch: int) -> tuple[Tensor, Tensor]:
     """Some keys, and some queries: none in the first of several sequences or of several tiles."""
@@ -66,6 +68,7 @@ def all_answers(
         "row": pattern.row(n_ctx // 2),
         "rows": pattern.rows(max(n_ctx - 5, 0)),
         "largest score": pattern.largest_score(),
+        **{f"above {first}": pattern.above(first) for first in ABOVE},
         "labelled mass": pattern.labelled_mass(keys, queries),
         "strongest key": pattern.strongest_key(queries),
         "labelled seen": pattern.labelled_seen(keys),
@@ -123,6 +126,7 @@ def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int):
         matches = find_matches(torch.arange(n_ctx)[None] % alphabet)
         questions = {"entropy", "received", "largest score", *matches}
         questions |= {f"distant {sink} {recent}" for sink, recent in DISTANT}
+        questions |= {f"above {first}" for first in ABOVE}
         all_answers(FusedPattern(q, k, v, AttentionFacts(0.25), matches, questions), matches)
     # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra
     # columns.
@@ -199,6 +203,10 @@ def defined_by_hand(name: str, n_ctx: int) -> dict[str, Tensor]:
         distant = seen & (behind >= recent) & (torch.arange(n_ctx) >= sink)
         mass = (A * distant).sum(-1).masked_fill(~distant.any(-1), torch.nan)
         answers[f"distant {sink} {recent}"] = mass
+    for first in ABOVE:
+        largest = A[..., :first].amax(-1, keepdim=True)
+        above = (largest < A).sum(-1).double()
+        answers[f"above {first}"] = above.masked_fill(~seen[:, 0], torch.nan)
     return answers | {
         "copies": (A * ((tokens[:, :, None] == tokens[:, None]) & (behind > 0))[:, None]).sum(-1),
         "entropy": -torch.xlogy(A, A).sum(-1),
@@ -288,7 +296,28 @@ def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int):
             assert_close(answer, of_heads, question)
         n_seen = pattern.seen(matches["copies"])
         assert (n_seen > 0).equal(expected["copies"].sum(1) > 0)
-    assert {"largest score", "received", "distant 4 3"} <= questions
+    assert {"largest score", "received", "distant 4 3", "above 3"} <= questions
+
+
+@pytest.mark.parametrize("n_ctx", [5, 70])
+def test_keys_that_tie_are_not_above_the_first_ones(n_ctx: int):
+    zeros = torch.zeros(1, 1, n_ctx, 2)
+    # Scores 0 and 1e-6, which tie, and one that is larger by 1e-4.
+    k = torch.zeros_like(zeros)
+    k[..., 1:, 0], k[..., 3, 0] = 1e-6, 1e-4
+    facts = AttentionFacts(1.0)
+    for pattern in (FusedPattern(zeros + 1, k, k, facts, {}), DensePattern.of(zeros + 1, k, facts)):
+        expected = [0.0] * 3 + [1.0] * (n_ctx - 3)
+        assert pattern.above(1)[0, 0].tolist() == pattern.above(3)[0, 0].tolist() == expected
+        assert pattern.above(4)[0, 0].tolist() == [0.0] * n_ctx
+
+
+def test_broken_scores_are_not_a_rank():
+    q, k, v, _ = random_inputs(1, 1, 6, 4)
+    q[:, :, 4] = torch.nan
+    facts = AttentionFacts(1.0)
+    for pattern in (FusedPattern(q, k, v, facts, {}), DensePattern.of(q, k, facts)):
+        assert pattern.above(1)[0, 0].isnan().tolist() == [False] * 4 + [True, False]
 
 
 def test_the_tiles_of_a_window_hold_no_keys_behind_it():

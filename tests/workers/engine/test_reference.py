@@ -62,7 +62,7 @@ OF_ONE_THING = (
 SCORES_NOT_CHANGEABLE = ("attn-only-2l-mini", "legacy-pth", "opt", "gpt-neo")
 """Models whose scores TransformerLens shows and does not let change: the dense engine says so."""
 
-OF_SCORES = "mask_|keep_window|stream_|mean_query_bias"
+OF_SCORES = "mask_|keep_window|keep_heavy|stream_|mean_query_bias"
 """Interventions that change scores, as a pattern, like those below."""
 
 OF_POSITIONS = "position|massive_keys|random_keys"
@@ -81,7 +81,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "scale_massive_keys": ("", "(2.5,5)"), "scale_random_keys": ("", "(7,-1,4)"),
     "zero_first_mlp_out": ("", "(1)"), "mask_keys": ("", "(0,3)", "(-8,4)", "(20,1)"),
     "mask_recent_keys": ("", "(2)"), "keep_window": ("(1,4)", "(0,6)"),
-    "mask_random_span": ("", "(3,5)"), "stream_heads": ("(1,4,L0H1,L1H0,L1H2)",),
+    "keep_heavy_keys": ("(3,4)", "(1,1)", "(6,2)"), "mask_random_span": ("", "(3,5)"),
+    "stream_heads": ("(1,4,L0H1,L1H0,L1H2)",),
     "stream_other_heads": ("(2,4,L0H3,L1H0,L1H1)",),
     "stream_groups": ("(1,4,2,x21)", "(0,5,1,x01)"),
     "zero_massive_activations": ("(0,1.5,2)",),
@@ -115,7 +116,7 @@ COMBINATIONS = (
 WITH_OPTIONS = (
     "distant_mass(0,1)", "distant_mass(1,3)", "distant_mass(2,7)",
     "distant_mass_last(0,1)", "distant_mass_last(1,3)", "distant_mass_last(2,7)",
-    "labelled_key_mass(other,answer)",
+    "labelled_key_mass(other,answer)", "sink_strongest_late(3)",
 )  # fmt: skip
 """Statistics with options that mean something in short sequences."""
 
@@ -292,8 +293,11 @@ def compare(
         _, mean, m2 = measured.tables["profiles"][name]
         # What the heads of a layer share is kept once.
         values = expected[:, :, 0] if mean.ndim == 2 else expected
-        spread = ((values - values.mean(0)) ** 2).sum(0)
-        problems[f"profile {name}"] = disagreements(mean, values.mean(0), bounded, tolerance, True)
+        # Over the sequences that have a value.
+        defined = np.ma.masked_invalid(values)
+        expected_mean = defined.mean(0).filled(np.nan)
+        spread = ((defined - defined.mean(0)) ** 2).sum(0).filled(np.nan)
+        problems[f"profile {name}"] = disagreements(mean, expected_mean, bounded, tolerance, True)
         # A square differs by twice the difference times the root.
         size = np.maximum(1, np.nan_to_num(np.abs(values)).max())
         problems[f"spread of {name}"] = disagreements(
@@ -398,6 +402,7 @@ CELLS = [
         *(("gpt2-mini", intervention) for intervention in TRAINED),
         *product(ON_EVERY_INTERVENTION, ONE_EACH),
         *product(OF_ONE_THING, A_FEW),
+        *product(("mistral-window-6", "bloom"), ("keep_heavy_keys(2,3)",)),
     ]
     for engine in ENGINES
 ]

@@ -6,6 +6,7 @@ seeds and partners, what is undefined under a change, and which engine and preci
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -34,6 +35,7 @@ from headcount.workers.interventions import (
     needs_partners,
 )
 from headcount.workers.interventions.settlement import Settlement, settle
+from headcount.workers.interventions.sinks import keep_heavy_keys
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.model import Model
@@ -203,6 +205,26 @@ def lean_out(attn_out: Tensor, z: Tensor, q: Tensor, pattern: Any) -> Tensor:
     """What the attention adds depends on what it was made of."""
     norms = z.norm(dim=-1) + q.norm(dim=-1) + pattern.entropy().transpose(1, 2)
     return attn_out * norms.mean(-1)[..., None]
+
+
+def test_the_lightest_of_the_earlier_keys_is_evicted_for_good() -> None:
+    ln = math.log
+
+    def kept(rows: list[list[float]], heavy: int, recent: int) -> list[list[int]]:
+        changed = keep_heavy_keys(torch.tensor(rows)[None, None], heavy=heavy, recent=recent)
+        return [row.nonzero()[:, 0].tolist() for row in changed[0, 0].isfinite().tril()]
+
+    rows = [
+        [0.0, -9, -9, -9, -9],
+        [ln(1), ln(3), -9, -9, -9],  # 1/4, 3/4: in all 5/4, 3/4
+        [ln(1), ln(8), ln(1), -9, -9],  # Of the earlier keys 0 and 1, key 1 has less.
+        [ln(1), ln(9), ln(1), ln(1), -9],  # Key 2 has 1/2, and key 0 7/4.
+        [ln(1), ln(9), ln(9), ln(1), ln(1)],  # Key 3 has 1/2.
+    ]
+    assert kept(rows, heavy=1, recent=1) == [[0], [0, 1], [0, 2], [0, 3], [0, 4]]
+    # Keys 0 and 1 have 11/8 each: of keys that tie, the first goes.
+    tie = [[0.0, -9, -9, -9], [ln(1), ln(3), -9, -9], [ln(1), ln(5), ln(2), -9], [0.0] * 4]
+    assert kept(tie, heavy=1, recent=2) == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
 
 
 @pytest.mark.parametrize(
