@@ -1,10 +1,11 @@
 """How the machinery around the replicas scales: `make scale`.
 
-Six measurements, each with its target:
+Seven measurements, each with its target:
 
 * How fast are commits made if replicas do no work?
 * How close does a scan through Ray come to the same engine in a plain loop?
 * How do two one-core replicas compare with one?
+* How much work are up to a thousand replicas for the driver, and what if a hundred vanish at once?
 * What do plan, status and resume cost if a run has a million shards?
 * How long does a connection for queries take if a run has 100,000 shards?
 * How long does it take to compact them?
@@ -54,6 +55,7 @@ from headcount.workers.process import prepare_process
 from headcount.workers.provenance.machine import device_name, measuring_versions
 from headcount.workers.replica import InterventionMeasurements, Replica
 from headcount.workers.shard import intervention_tables, run_shard
+from tests.tools.simulated_cluster import simulate
 
 RESULTS = Path(__file__).parent.parent / "results" / "scale.json"
 MILLION = 1_000_000
@@ -74,11 +76,19 @@ MILLION_SCAN = {
     "sequences_per_shard": 1,
 }
 
+SIMULATED = {1: 20_000, 10: 20_000, 100: 100_000, 1000: 1_000_000}
+"""Shards of simulated runs, by the number of replicas. A tenth of them vanishes at once."""
+
+SIMULATED_RATE = 150
+"""Commits a second that the replicas of a simulated run make together."""
+
 TARGETS = {
     "no_work": ">= 100",
     "through_ray": ">= 0.95",
     "two_replicas": ">= 1.8",
+    "replicas": ">= 150",
     "million": "10 s, 1000 MB",
+    "killed": "15 s",
     "open": "5 s",
 }
 
@@ -193,6 +203,18 @@ def overhead(out: Path, rounds: int, shards: int = 10) -> list[dict[str, float]]
         rates = {way: ways[way](begin_run(out, f"{way}{number}", fields)) for way in order}
         rates_by_round.append({way: rates[way] for way in ways})
     return rates_by_round
+
+
+def simulated(out: Path) -> dict[str, dict[str, float]]:
+    """The driver's work for replicas that are simulated, by their number."""
+    figures: dict[str, dict[str, float]] = {}
+    for replicas, shards in SIMULATED.items():
+        fields = {**MILLION_SCAN, "sequences": shards}
+        plan = begin_run(out, f"simulated{replicas}", fields)
+        half = shards / SIMULATED_RATE / 2
+        run = simulate(plan, replicas, replicas // 10, replicas / SIMULATED_RATE, vanish_at=half)
+        figures[str(replicas)] = run._asdict()
+    return figures
 
 
 def write_million(out: Path, missing: int = 1000) -> Path:
@@ -399,6 +421,11 @@ def report(results: Mapping[str, Any], console: Console) -> None:
         ),
         ("two one-core replicas over one", f"{two_over_one:.2f}", TARGETS["two_replicas"]),
     ]
+    for replicas, run in results["simulated"].items():
+        measured = f"{run['shards'] / run['driver_seconds']:.0f} shards/s of a core"
+        rows.append((f"dispatch to {replicas} simulated replicas", measured, TARGETS["replicas"]))
+        times = f"{run['seconds']:.0f} s, {run['longest_silence']:.1f} s silent"
+        rows.append(("  a tenth vanishes halfway", times, f"{run['ideal_seconds']:.0f} s"))
     for query, cost in results["million"].items():
         measured = f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB"
         rows.append((f"{query}, 1,000,000 shards", measured, TARGETS["million"]))
@@ -414,7 +441,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "RUN"))
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", choices=["no_work", "overhead", "million", "uncompacted"])
+    parser.add_argument(
+        "--only", choices=["no_work", "overhead", "simulated", "million", "uncompacted"]
+    )
     options = parser.parse_args()
     if options.ask:
         query, run = options.ask
@@ -433,6 +462,8 @@ def main() -> None:
             keep("no_work", no_work(out))
         if options.only in (None, "overhead"):
             keep("overhead", overhead(out, options.rounds))
+        if options.only in (None, "simulated"):
+            keep("simulated", simulated(out))
         if options.only in (None, "million"):
             run_directory = write_million(out)
             keep("million", {query: ask(query, run_directory) for query in QUERIES})

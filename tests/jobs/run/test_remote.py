@@ -8,10 +8,8 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -35,6 +33,7 @@ from tests.tools.processes import (
     DIES_WITH_ITS_PARENT,
     Command,
     Ended,
+    free_port,
     libraries_alone,
 )
 
@@ -53,18 +52,6 @@ sequences_per_shard = 2
 [input]
 family = "repeated_random"
 """
-
-
-def free_port() -> int:
-    """A port at which nobody listens.
-
-    Systems hand out ports above these, and Ray's workers take ports below.
-    """
-    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port in a hundred")
 
 
 @pytest.fixture(scope="module")
