@@ -1,12 +1,13 @@
 """How the machinery around the replicas scales: `make scale`.
 
-Seven measurements, each with its target:
+Eight measurements, each with its target:
 
 * How fast are commits made if replicas do no work?
 * How close does a scan through Ray come to the same engine in a plain loop?
 * How do two one-core replicas compare with one?
 * How much work are up to a thousand replicas for the driver, and what if a hundred vanish at once?
 * What do plan, status and resume cost if a run has a million shards?
+* How soon does resume know what is missing of 100,000 shards after its driver was killed?
 * How long does a connection for queries take if a run has 100,000 shards?
 * How long does it take to compact them?
 """
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from rich.console import Console
 from benchmarks.measured_on import measured_now
 from headcount.jobs.cluster.ray_cluster import Resources, connect
 from headcount.jobs.plan.identity import begun_precisions
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run.dispatch import dispatch
 from headcount.jobs.run.loop import followed, missing_shards
 from headcount.jobs.upkeep.status import read_status
@@ -43,7 +44,7 @@ from headcount.schemas.files.commit import COMMITS, Commit, Method
 from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, write_segment
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes
-from headcount.schemas.files.run_directory import data_path, shard_file_name
+from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.files.tables import uniform_column, with_partitions
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.measured_heads import MeasuredHeads
@@ -398,42 +399,47 @@ def ask(query: str, run: Path) -> dict[str, float]:
 
 def print_answer(query: str, run: Path) -> None:
     """Answer one query about a run in this process, and print its peak memory in MB."""
-    fields = {**MILLION_SCAN, "input": {"family": "repeated_random"}, "out": str(run.parent)}
-    plan = make_plan(parse_scan(fields), "million")
-    answer = QUERIES[query](plan)
+    answer = QUERIES[query](replan(RunDirectory(run)))
     # Not ru_maxrss: that begins with the peak of the process that started this one.
     peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
     print(answer, int(peak[1]) / 1e3 if peak else 0)
 
 
-def report(results: Mapping[str, Any], console: Console) -> None:
-    """Print every figure beside its target."""
+def figures_of(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """The section of each figure, what it is of, the figure, and its target."""
     rounds = results["overhead"]
     over_loop = statistics.median(rates["one"] / rates["loop"] for rates in rounds)
     two_over_one = statistics.median(rates["two"] / rates["one"] for rates in rounds)
     commits = f"{results['no_work']['shards_per_second']:.0f} shards/s"
-    rows = [
-        ("commits if replicas do no work", commits, TARGETS["no_work"]),
-        (
-            "through Ray over a plain loop, shards of a second",
-            f"{over_loop:.3f}",
-            TARGETS["through_ray"],
-        ),
-        ("two one-core replicas over one", f"{two_over_one:.2f}", TARGETS["two_replicas"]),
-    ]
+    yield "no_work", "commits if replicas do no work", commits, TARGETS["no_work"]
+    through_ray = "through Ray over a plain loop, shards of a second"
+    yield "overhead", through_ray, f"{over_loop:.3f}", TARGETS["through_ray"]
+    yield (
+        "overhead",
+        "two one-core replicas over one",
+        f"{two_over_one:.2f}",
+        TARGETS["two_replicas"],
+    )
     for replicas, run in results["simulated"].items():
-        measured = f"{run['shards'] / run['driver_seconds']:.0f} shards/s of a core"
-        rows.append((f"dispatch to {replicas} simulated replicas", measured, TARGETS["replicas"]))
+        rate = f"{run['shards'] / run['driver_seconds']:.0f} shards/s of a core"
+        yield "simulated", f"dispatch to {replicas} replicas", rate, TARGETS["replicas"]
         times = f"{run['seconds']:.0f} s, {run['longest_silence']:.1f} s silent"
-        rows.append(("  a tenth vanishes halfway", times, f"{run['ideal_seconds']:.0f} s"))
-    for query, cost in results["million"].items():
+        yield "simulated", "  all shards; a tenth vanishes", times, f"{run['ideal_seconds']:.0f} s"
+    queries = [("million", query, MILLION, cost) for query, cost in results["million"].items()]
+    queries.append(("killed", "resume after kill -9", UNCOMPACTED, results["killed"]))
+    for section, what, shards, cost in queries:
         measured = f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB"
-        rows.append((f"{query}, 1,000,000 shards", measured, TARGETS["million"]))
-    for what, cost in results.get("uncompacted", {}).items():
+        yield section, f"{what}, {shards:,} shards", measured, TARGETS[section]
+    for what, cost in results["uncompacted"].items():
         measured = f"{cost['seconds']:.1f} s ({cost['cpu_seconds']:.1f} s of a core)"
-        rows.append((f"{what}, {UNCOMPACTED:,} shards", measured, TARGETS.get(what, "")))
-    for what, measured, target in rows:
-        console.print(f"{what:<52}  {measured:<22}  {target:<14}")
+        yield "uncompacted", f"{what}, {UNCOMPACTED:,} shards", measured, TARGETS.get(what, "")
+
+
+def report(results: Mapping[str, Any], measured_here: Collection[str], console: Console) -> None:
+    """Print every figure beside its target, and when it was measured if not by this command."""
+    for section, what, measured, target in figures_of(results):
+        older = "" if section in measured_here else f"of {results['measured'][section]['time']}"
+        console.print(f"{what:<52}  {measured:<26}  {target:<16}  {older}")
 
 
 def main() -> None:
@@ -442,7 +448,7 @@ def main() -> None:
     parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "RUN"))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
-        "--only", choices=["no_work", "overhead", "simulated", "million", "uncompacted"]
+        "--only", choices=["no_work", "overhead", "simulated", "million", "killed", "uncompacted"]
     )
     options = parser.parse_args()
     if options.ask:
@@ -452,7 +458,10 @@ def main() -> None:
     # With --only the other figures stay as they were measured before, each with its own record.
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
+    measured_here: list[str] = []
+
     def keep(name: str, figures: object) -> None:
+        measured_here.append(name)
         results[name] = figures
         results.setdefault("measured", {})[name] = measured_now()
 
@@ -467,15 +476,18 @@ def main() -> None:
         if options.only in (None, "million"):
             run_directory = write_million(out)
             keep("million", {query: ask(query, run_directory) for query in QUERIES})
-        if options.only in (None, "uncompacted"):
+        if options.only in (None, "killed", "uncompacted"):
             run_directory = write_uncompacted(out)
+        if options.only in (None, "killed"):
+            keep("killed", ask("resume", run_directory))
+        if options.only in (None, "uncompacted"):
             costs = {
                 "open": open_for_queries(run_directory),
                 "compact": compact_by_command(run_directory),
             }
             keep("uncompacted", costs)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    report(results, Console())
+    report(results, measured_here, Console())
 
 
 if __name__ == "__main__":
