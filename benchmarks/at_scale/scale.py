@@ -180,10 +180,17 @@ def no_work(out: Path) -> dict[str, float]:
     shard, with fsync.
     """
     plan = begin_run(out, "idle", {"sequences": 8000, "sequences_per_shard": 4, "n_ctx": 64})
+    cpu_start = time.process_time()
     rate, start_seconds = through_ray(plan, 1, 1, Idler)
+    driver_seconds = time.process_time() - cpu_start
     # Linux counts ru_maxrss in KiB.
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    return {"shards_per_second": rate, "start_seconds": start_seconds, "driver_peak_mb": peak_mb}
+    return {
+        "shards_per_second": rate,
+        "start_seconds": start_seconds,
+        "driver_seconds": driver_seconds,
+        "driver_peak_mb": peak_mb,
+    }
 
 
 def overhead(out: Path, rounds: int, shards: int = 10) -> list[dict[str, float]]:

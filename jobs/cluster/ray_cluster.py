@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import ray
@@ -68,6 +68,13 @@ WATCH_SECONDS = 1.0
 
 PROBE_SECONDS = 2.0
 """A process of Ray that does not accept a connection in this time is gone."""
+
+FIRST_COMMIT = "the first shard is committed"
+OF_LACK = ("waiting for a machine", "waiting for one")
+OF_NO_REPLICA = "all cores are taken"
+"""What a driver says on a cluster when a shard is measured, when it lacks machines, and when it may
+lack them or loads a model: `headcount submit` waits for one of these.
+"""
 
 JOINING = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
 """A program that joins a cluster and leaves it."""
@@ -242,7 +249,7 @@ def _watch_ray(subject: str, is_over: threading.Event) -> None:
     Ray would end it later, from a thread of its own and with its log instead of an error. A call of
     Ray waits for the head, so none is made here.
     """
-    node = global_worker.node
+    node: Any = global_worker.node
     head_host, _, head_port = node.gcs_address.rpartition(":")
     # A little sooner than Ray.
     patience = float(os.environ[RECONNECT]) - 5 if RECONNECT in os.environ else HEAD_SECONDS

@@ -48,6 +48,7 @@ import ray.exceptions
 from ray import cloudpickle
 
 from headcount.jobs.cluster.ray_cluster import (
+    FIRST_COMMIT,
     draining_nodes,
     lack_of_room,
     last_line,
@@ -495,6 +496,8 @@ class _Dispatcher:
             (self.suspects if had_suspect else self.retries).append(call.shard)
             return None
         if isinstance(result, Commit):
+            if not self.durations and self.resources.cluster is not None:
+                self.say(f"{self.plan.run.run_id}: {FIRST_COMMIT}")
             self.durations.append(time.monotonic() - call.started)
             replica.commits.append(result)
             self._close(call.shard)

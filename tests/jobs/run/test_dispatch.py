@@ -31,7 +31,12 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
 
 from headcount.jobs import endings
-from headcount.jobs.cluster.ray_cluster import HEAD_SECONDS, RECONNECT, Resources
+from headcount.jobs.cluster.ray_cluster import (
+    FIRST_COMMIT,
+    HEAD_SECONDS,
+    RECONNECT,
+    Resources,
+)
 from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run import dispatch
@@ -339,6 +344,7 @@ def run_on_a_head_of_its_own(tmp_path: Path, **variables: str) -> Iterator[tuple
     driver = Command(*words, environment=environment, directory=ROOT, main=main)
     try:
         when(lambda: driver.poll() is not None or len(list(tmp_path.glob("*/commits/*"))) >= 5)
+        assert cluster.head_node is not None
         yield cluster.head_node, driver
     finally:
         driver.send_signal(signal.SIGKILL)
@@ -364,7 +370,8 @@ def test_a_driver_without_ray_ends_in_one_line_and_the_run_continues(
     assert ended.code == 2
     first_line, *progress, last_line = ended.stderr.splitlines()
     assert first_line.endswith("480 tokens, 60 shards, 0 of them done")
-    assert all(" of 480 tokens, " in line for line in progress)
+    of_progress = f"[0-9]+ of 480 tokens, .*|{find_runs(tmp_path)[0].run_id}: {FIRST_COMMIT}"
+    assert all(re.fullmatch(of_progress, line) for line in progress), ended.stderr
     (run,) = find_runs(tmp_path)
     advice = "start the cluster again, and the same command continues where it stopped"
     assert re.fullmatch(f"error: {run.run_id}: {problem}; {advice}", last_line)
