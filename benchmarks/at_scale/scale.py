@@ -400,8 +400,9 @@ def ask(query: str, run: Path) -> dict[str, float]:
     start_time = time.perf_counter()
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds = time.perf_counter() - start_time
-    answer, peak_mb = process.stdout.split()
-    return {"seconds": seconds, "peak_mb": float(peak_mb), "answer": int(answer)}
+    answer, peak_mb, cpu_seconds = map(float, process.stdout.split())
+    figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": peak_mb}
+    return {**figures, "answer": int(answer)}
 
 
 def print_answer(query: str, run: Path) -> None:
@@ -409,7 +410,7 @@ def print_answer(query: str, run: Path) -> None:
     answer = QUERIES[query](replan(RunDirectory(run)))
     # Not ru_maxrss: that begins with the peak of the process that started this one.
     peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
-    print(answer, int(peak[1]) / 1e3 if peak else 0)
+    print(answer, int(peak[1]) / 1e3 if peak else 0, time.process_time())
 
 
 def figures_of(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
@@ -435,7 +436,9 @@ def figures_of(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]
     queries = [("million", query, MILLION, cost) for query, cost in results["million"].items()]
     queries.append(("killed", "resume after kill -9", UNCOMPACTED, results["killed"]))
     for section, what, shards, cost in queries:
-        measured = f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB"
+        # Figures from before the processor's time was kept have none.
+        of_core = f" ({cost['cpu_seconds']:.1f} of a core)" if "cpu_seconds" in cost else ""
+        measured = f"{cost['seconds']:.1f} s{of_core}, {cost['peak_mb']:.0f} MB"
         yield section, f"{what}, {shards:,} shards", measured, TARGETS[section]
     for what, cost in results["uncompacted"].items():
         measured = f"{cost['seconds']:.1f} s ({cost['cpu_seconds']:.1f} s of a core)"
