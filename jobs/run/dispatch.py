@@ -288,7 +288,7 @@ class _Dispatcher:
                 self._end_start(starting[reference], reference)
             elif reference in noticing:
                 # An event before it may have been the death of the replica.
-                if noticing[reference].notice is reference:
+                if noticing[reference].notice == reference:
                     self._heed_notice(noticing[reference], reference)
             else:
                 outcome = self._end_call(self.working.pop(reference), reference)
