@@ -217,7 +217,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     # Libraries turn an interrupt during an import into other errors.
     while frame is not None and not _ProcessState.has_children:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            _leave(number)
+            _leave(_stopped_line(), 128 + number)
         frame = frame.f_back
     raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
@@ -240,7 +240,7 @@ def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
         return
     number = _ProcessState.stop_signal or signal.SIGINT
     if not _ProcessState.has_children:
-        _leave(number)
+        _leave(_stopped_line(), 128 + number)
     # A moment later, when the destructor has ended.
     _timer(0.01, signal.raise_signal, number)
 
@@ -258,14 +258,24 @@ def _end_stopped(number: int) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _leave(number: int) -> NoReturn:
+def fail_at_once(line: str, last_word: Callable[[], object]) -> None:
+    """End a command with an error, from any thread and whatever its main thread waits for.
+
+    Does nothing in a notebook or another program.
+    """
+    if _ProcessState.is_a_command:
+        _leave(f"error: {printable(line)}", 2, last_word)
+
+
+def _leave(line: str, code: int, last_word: Callable[[], object] = lambda: None) -> NoReturn:
     """Exit without unwinding. Files are written whole or not at all, so none is half written."""
     # A progress bar hides the cursor.
     show_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
     with contextlib.suppress(OSError):
         # Not `print`: the signal may have come in the middle of one.
-        os.write(2, f"{show_cursor}{_stopped_line()}\n".encode())
-    os._exit(128 + number)
+        os.write(2, f"{show_cursor}{line}\n".encode())
+    last_word()
+    os._exit(code)
 
 
 def _stopped_line() -> str:

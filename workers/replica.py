@@ -64,7 +64,12 @@ class Replica:
         self.scan = scan
         # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
-        self.model = load(info, scan.weight_processing, self.device, dtype)
+        try:
+            self.model = load(info, scan.weight_processing, self.device, dtype)
+        except torch.OutOfMemoryError:
+            # Only a GPU says so, and a replica has one.
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            raise ModelError(too_large_for_a_gpu(info.path, dtype, memory)) from None
         unused = self.model.unused_weights
         # The files hold more than config.json says, so one of them may be wrong.
         if unused and scan.unused_weights == "refuse":
@@ -290,6 +295,21 @@ def is_device_failure(error: Exception) -> bool:
     """
     is_device_error = isinstance(error, torch.AcceleratorError)
     return is_device_error and not isinstance(error, torch.OutOfMemoryError)
+
+
+def too_large_for_a_gpu(model: str, dtype: torch.dtype, memory: int) -> str:
+    """Why a model cannot be loaded, and how large one may be; `memory` in bytes.
+
+    >>> too_large_for_a_gpu("llama", torch.float32, 24_000_000_000).partition(": take")[0][-46:]
+    'holds less than 6.0 billion weights in float32'
+    """
+    most = memory / dtype.itemsize / 1e9
+    format_name = str(dtype).removeprefix("torch.")
+    return (
+        f"{model}: a replica has one GPU, and this one, with {memory / 1e9:.0f} GB, holds less "
+        f"than {most:.1f} billion weights in {format_name}: take a smaller model or a larger GPU, "
+        "or --device cpu; headcount plan on a machine with that GPU says the same"
+    )
 
 
 FIRST_TOKENS = {"cpu": 2048, "cuda": 16384}

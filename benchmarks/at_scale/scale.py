@@ -1,11 +1,13 @@
 """How the machinery around the replicas scales: `make scale`.
 
-Six measurements, each with its target:
+Eight measurements, each with its target:
 
 * How fast are commits made if replicas do no work?
 * How close does a scan through Ray come to the same engine in a plain loop?
 * How do two one-core replicas compare with one?
+* How much work are up to a thousand replicas for the driver, and what if a hundred vanish at once?
 * What do plan, status and resume cost if a run has a million shards?
+* How soon does resume know what is missing of 100,000 shards after its driver was killed?
 * How long does a connection for queries take if a run has 100,000 shards?
 * How long does it take to compact them?
 """
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from rich.console import Console
 from benchmarks.measured_on import measured_now
 from headcount.jobs.cluster.ray_cluster import Resources, connect
 from headcount.jobs.plan.identity import begun_precisions
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run.dispatch import dispatch
 from headcount.jobs.run.loop import followed, missing_shards
 from headcount.jobs.upkeep.status import read_status
@@ -42,7 +44,7 @@ from headcount.schemas.files.commit import COMMITS, Commit, Method
 from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, write_segment
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes
-from headcount.schemas.files.run_directory import data_path, shard_file_name
+from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.files.tables import uniform_column, with_partitions
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.measured_heads import MeasuredHeads
@@ -54,6 +56,7 @@ from headcount.workers.process import prepare_process
 from headcount.workers.provenance.machine import device_name, measuring_versions
 from headcount.workers.replica import InterventionMeasurements, Replica
 from headcount.workers.shard import intervention_tables, run_shard
+from tests.tools.simulated_cluster import simulate
 
 RESULTS = Path(__file__).parent.parent / "results" / "scale.json"
 MILLION = 1_000_000
@@ -74,11 +77,19 @@ MILLION_SCAN = {
     "sequences_per_shard": 1,
 }
 
+SIMULATED = {1: 20_000, 10: 20_000, 100: 100_000, 1000: 1_000_000}
+"""Shards of simulated runs, by the number of replicas. A tenth of them vanishes at once."""
+
+SIMULATED_RATE = 150
+"""Commits a second that the replicas of a simulated run make together."""
+
 TARGETS = {
     "no_work": ">= 100",
     "through_ray": ">= 0.95",
     "two_replicas": ">= 1.8",
+    "replicas": ">= 150",
     "million": "10 s, 1000 MB",
+    "killed": "15 s",
     "open": "5 s",
 }
 
@@ -169,10 +180,17 @@ def no_work(out: Path) -> dict[str, float]:
     shard, with fsync.
     """
     plan = begin_run(out, "idle", {"sequences": 8000, "sequences_per_shard": 4, "n_ctx": 64})
+    cpu_start = time.process_time()
     rate, start_seconds = through_ray(plan, 1, 1, Idler)
+    driver_seconds = time.process_time() - cpu_start
     # Linux counts ru_maxrss in KiB.
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    return {"shards_per_second": rate, "start_seconds": start_seconds, "driver_peak_mb": peak_mb}
+    return {
+        "shards_per_second": rate,
+        "start_seconds": start_seconds,
+        "driver_seconds": driver_seconds,
+        "driver_peak_mb": peak_mb,
+    }
 
 
 def overhead(out: Path, rounds: int, shards: int = 10) -> list[dict[str, float]]:
@@ -193,6 +211,18 @@ def overhead(out: Path, rounds: int, shards: int = 10) -> list[dict[str, float]]
         rates = {way: ways[way](begin_run(out, f"{way}{number}", fields)) for way in order}
         rates_by_round.append({way: rates[way] for way in ways})
     return rates_by_round
+
+
+def simulated(out: Path) -> dict[str, dict[str, float]]:
+    """The driver's work for replicas that are simulated, by their number."""
+    figures: dict[str, dict[str, float]] = {}
+    for replicas, shards in SIMULATED.items():
+        fields = {**MILLION_SCAN, "sequences": shards}
+        plan = begin_run(out, f"simulated{replicas}", fields)
+        half = shards / SIMULATED_RATE / 2
+        run = simulate(plan, replicas, replicas // 10, replicas / SIMULATED_RATE, vanish_at=half)
+        figures[str(replicas)] = run._asdict()
+    return figures
 
 
 def write_million(out: Path, missing: int = 1000) -> Path:
@@ -370,43 +400,56 @@ def ask(query: str, run: Path) -> dict[str, float]:
     start_time = time.perf_counter()
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds = time.perf_counter() - start_time
-    answer, peak_mb = process.stdout.split()
-    return {"seconds": seconds, "peak_mb": float(peak_mb), "answer": int(answer)}
+    answer, peak_mb, cpu_seconds = map(float, process.stdout.split())
+    figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": peak_mb}
+    return {**figures, "answer": int(answer)}
 
 
 def print_answer(query: str, run: Path) -> None:
     """Answer one query about a run in this process, and print its peak memory in MB."""
-    fields = {**MILLION_SCAN, "input": {"family": "repeated_random"}, "out": str(run.parent)}
-    plan = make_plan(parse_scan(fields), "million")
-    answer = QUERIES[query](plan)
+    answer = QUERIES[query](replan(RunDirectory(run)))
     # Not ru_maxrss: that begins with the peak of the process that started this one.
     peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
-    print(answer, int(peak[1]) / 1e3 if peak else 0)
+    print(answer, int(peak[1]) / 1e3 if peak else 0, time.process_time())
 
 
-def report(results: Mapping[str, Any], console: Console) -> None:
-    """Print every figure beside its target."""
+def figures_of(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """The section of each figure, what it is of, the figure, and its target."""
     rounds = results["overhead"]
     over_loop = statistics.median(rates["one"] / rates["loop"] for rates in rounds)
     two_over_one = statistics.median(rates["two"] / rates["one"] for rates in rounds)
     commits = f"{results['no_work']['shards_per_second']:.0f} shards/s"
-    rows = [
-        ("commits if replicas do no work", commits, TARGETS["no_work"]),
-        (
-            "through Ray over a plain loop, shards of a second",
-            f"{over_loop:.3f}",
-            TARGETS["through_ray"],
-        ),
-        ("two one-core replicas over one", f"{two_over_one:.2f}", TARGETS["two_replicas"]),
-    ]
-    for query, cost in results["million"].items():
-        measured = f"{cost['seconds']:.1f} s, {cost['peak_mb']:.0f} MB"
-        rows.append((f"{query}, 1,000,000 shards", measured, TARGETS["million"]))
-    for what, cost in results.get("uncompacted", {}).items():
+    yield "no_work", "commits if replicas do no work", commits, TARGETS["no_work"]
+    through_ray = "through Ray over a plain loop, shards of a second"
+    yield "overhead", through_ray, f"{over_loop:.3f}", TARGETS["through_ray"]
+    yield (
+        "overhead",
+        "two one-core replicas over one",
+        f"{two_over_one:.2f}",
+        TARGETS["two_replicas"],
+    )
+    for replicas, run in results["simulated"].items():
+        rate = f"{run['shards'] / run['driver_seconds']:.0f} shards/s of a core"
+        yield "simulated", f"dispatch to {replicas} replicas", rate, TARGETS["replicas"]
+        times = f"{run['seconds']:.0f} s, {run['longest_silence']:.1f} s silent"
+        yield "simulated", "  all shards; a tenth vanishes", times, f"{run['ideal_seconds']:.0f} s"
+    queries = [("million", query, MILLION, cost) for query, cost in results["million"].items()]
+    queries.append(("killed", "resume after kill -9", UNCOMPACTED, results["killed"]))
+    for section, what, shards, cost in queries:
+        # Figures from before the processor's time was kept have none.
+        of_core = f" ({cost['cpu_seconds']:.1f} of a core)" if "cpu_seconds" in cost else ""
+        measured = f"{cost['seconds']:.1f} s{of_core}, {cost['peak_mb']:.0f} MB"
+        yield section, f"{what}, {shards:,} shards", measured, TARGETS[section]
+    for what, cost in results["uncompacted"].items():
         measured = f"{cost['seconds']:.1f} s ({cost['cpu_seconds']:.1f} s of a core)"
-        rows.append((f"{what}, {UNCOMPACTED:,} shards", measured, TARGETS.get(what, "")))
-    for what, measured, target in rows:
-        console.print(f"{what:<52}  {measured:<22}  {target:<14}")
+        yield "uncompacted", f"{what}, {UNCOMPACTED:,} shards", measured, TARGETS.get(what, "")
+
+
+def report(results: Mapping[str, Any], measured_here: Collection[str], console: Console) -> None:
+    """Print every figure beside its target, and when it was measured if not by this command."""
+    for section, what, measured, target in figures_of(results):
+        older = "" if section in measured_here else f"of {results['measured'][section]['time']}"
+        console.print(f"{what:<52}  {measured:<26}  {target:<16}  {older}")
 
 
 def main() -> None:
@@ -414,7 +457,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ask", nargs=2, metavar=("QUESTION", "RUN"))
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", choices=["no_work", "overhead", "million", "uncompacted"])
+    parser.add_argument(
+        "--only", choices=["no_work", "overhead", "simulated", "million", "killed", "uncompacted"]
+    )
     options = parser.parse_args()
     if options.ask:
         query, run = options.ask
@@ -423,7 +468,10 @@ def main() -> None:
     # With --only the other figures stay as they were measured before, each with its own record.
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
+    measured_here: list[str] = []
+
     def keep(name: str, figures: object) -> None:
+        measured_here.append(name)
         results[name] = figures
         results.setdefault("measured", {})[name] = measured_now()
 
@@ -433,18 +481,23 @@ def main() -> None:
             keep("no_work", no_work(out))
         if options.only in (None, "overhead"):
             keep("overhead", overhead(out, options.rounds))
+        if options.only in (None, "simulated"):
+            keep("simulated", simulated(out))
         if options.only in (None, "million"):
             run_directory = write_million(out)
             keep("million", {query: ask(query, run_directory) for query in QUERIES})
-        if options.only in (None, "uncompacted"):
+        if options.only in (None, "killed", "uncompacted"):
             run_directory = write_uncompacted(out)
+        if options.only in (None, "killed"):
+            keep("killed", ask("resume", run_directory))
+        if options.only in (None, "uncompacted"):
             costs = {
                 "open": open_for_queries(run_directory),
                 "compact": compact_by_command(run_directory),
             }
             keep("uncompacted", costs)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    report(results, Console())
+    report(results, measured_here, Console())
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import ray
@@ -27,10 +29,12 @@ import ray.exceptions
 # Ray does not promise to keep these names, so no other file has one.
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 from ray._private.state import state
+from ray._private.worker import global_worker
 
 from headcount.jobs.cluster.job_interpreter import SETUP_HOOK
-from headcount.jobs.endings import starting_processes
+from headcount.jobs.endings import fail_at_once, starting_processes
 from headcount.jobs.resources import Resources
+from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.places import reason
 from headcount.schemas.packages import PACKAGE
@@ -50,6 +54,27 @@ JOIN_SECONDS = 30.0
 
 CONNECT_SECONDS = 10.0
 """Give up if a machine does not accept a connection in this time."""
+
+RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Variable of Ray: it ends a process that has no head for so many seconds. KubeRay sets it if a new
+head goes on with what the old one knew.
+"""
+
+HEAD_SECONDS = 10.0
+"""A command without that variable ends after so many seconds without a head. Ray takes 60."""
+
+WATCH_SECONDS = 1.0
+"""Seconds between two looks at whether Ray is there."""
+
+PROBE_SECONDS = 2.0
+"""A process of Ray that does not accept a connection in this time is gone."""
+
+FIRST_COMMIT = "the first shard is committed"
+OF_LACK = ("waiting for a machine", "waiting for one")
+OF_NO_REPLICA = "all cores are taken"
+"""What a driver says on a cluster when a shard is measured, when it lacks machines, and when it may
+lack them or loads a model: `headcount submit` waits for one of these.
+"""
 
 JOINING = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
 """A program that joins a cluster and leaves it."""
@@ -204,7 +229,9 @@ def lack_of_room(resources: Resources) -> str | None:
 
 @contextmanager
 def ray_in_words(subject: str) -> Iterator[None]:
-    """Say in one line that Ray gave up, and so ended `subject`."""
+    """Say in one line that Ray gave up or is gone, and so ended `subject`."""
+    is_over = threading.Event()
+    threading.Thread(target=_watch_ray, args=[subject, is_over], daemon=True).start()
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -212,6 +239,41 @@ def ray_in_words(subject: str) -> Iterator[None]:
             f"{subject}: Ray gave up ({last_line(str(error))}); the same command continues where "
             "it stopped"
         ) from None
+    finally:
+        is_over.set()
+
+
+def _watch_ray(subject: str, is_over: threading.Event) -> None:
+    """End this command if Ray is gone from this machine, or the cluster has no head any more.
+
+    Ray would end it later, from a thread of its own and with its log instead of an error. A call of
+    Ray waits for the head, so none is made here.
+    """
+    node: Any = global_worker.node
+    head_host, _, head_port = node.gcs_address.rpartition(":")
+    # A little sooner than Ray.
+    patience = float(os.environ[RECONNECT]) - 5 if RECONNECT in os.environ else HEAD_SECONDS
+    last_answer = time.monotonic()
+    while not is_over.wait(WATCH_SECONDS):
+        problem = None
+        if not accepts_connections(node.node_ip_address, node.node_manager_port):
+            problem = "Ray has ended on this machine"
+        elif accepts_connections(head_host, head_port):
+            last_answer = time.monotonic()
+        elif time.monotonic() - last_answer > patience:
+            problem = f"the cluster's head, {node.gcs_address}, is gone for {patience:.0f} s"
+        if problem is not None and not is_over.is_set():
+            advice = "start the cluster again, and the same command continues where it stopped"
+            fail_at_once(f"{subject}: {problem}; {advice}", partial(phases.fail, problem))
+
+
+def accepts_connections(host: str, port: int | str) -> bool:
+    """Whether a process of Ray accepts connections."""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def draining_nodes() -> set[str]:

@@ -7,7 +7,7 @@ NAME-HASH.3. The last one stands for the run. (NAME-HASH-2, with a hyphen, is an
 same scan.)
 
 A cluster takes a job before anything of it runs. What then goes wrong is only in the job's log, and
-nobody looks there after a command that reported success. So `JobClient.wait` waits for the driver.
+nobody looks there after a command that reported success. So `JobClient.wait` waits for a commit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from headcount.jobs.cluster.job_interpreter import INTERPRETER
-from headcount.jobs.cluster.ray_cluster import hook_variables, last_line, staged_code
+from headcount.jobs.cluster.ray_cluster import (
+    FIRST_COMMIT,
+    OF_LACK,
+    OF_NO_REPLICA,
+    hook_variables,
+    last_line,
+    staged_code,
+)
 from headcount.jobs.plan.identity import last_run, next_run
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError, printable, unknown
@@ -50,8 +57,8 @@ STOP_SECONDS = 60.0
 AGENT_SECONDS = 60.0
 """Give up after this many seconds if a head that has just started takes no job yet."""
 
-DRIVER_SECONDS = 180.0
-"""Stop waiting for a driver after this many seconds. The job stays submitted."""
+QUEUED_SECONDS = 180.0
+"""Stop waiting for a job that the cluster has not started in this time, or that has no replica."""
 
 LOG_SECONDS = 1.0
 """Pause between two looks at a log that is followed. It is a line every ten seconds."""
@@ -109,10 +116,14 @@ class Job(NamedTuple):
     @property
     def has_begun(self) -> bool | None:
         """Whether its run is there to be resumed; none if it lies on a disk of the cluster."""
-        run = RunDirectory(place(self.run))
-        if isinstance(run.path, StorePath) or run.path.parent.is_dir():
-            return run.manifest_file.is_file()
-        return None
+        return has_begun(RunDirectory(place(self.run)))
+
+
+def has_begun(run: RunDirectory) -> bool | None:
+    """Whether a run is there to be resumed; none if it lies on a disk that is not seen here."""
+    if isinstance(run.path, StorePath) or run.path.parent.is_dir():
+        return run.manifest_file.is_file()
+    return None
 
 
 class Submission(NamedTuple):
@@ -237,26 +248,28 @@ class JobClient:
         return Submission(job.run_id, job.job_id, f"{line}{job.run_id} shows what it does")
 
     def wait(self, job_id: str) -> str:
-        """Wait until a job's driver has planned its run; returns a line that says what it does.
+        """Wait until a job has committed a shard or lacks machines; returns a line that says it.
 
-        If the job fails before, raises with the last lines of its log. After `DRIVER_SECONDS` the
-        line says what it waits for.
+        If the job fails before, raises with the last lines of its log.
         """
-        deadline = time.monotonic() + DRIVER_SECONDS
+        deadline = time.monotonic() + QUEUED_SECONDS
         while True:
             job = self.job(job_id)
-            if job.state == "FAILED":
-                raise RunError(self._failure(job))
+            if job.state == "SUCCEEDED":
+                return f"{job_id}: has ended, SUCCEEDED"
             if job.ended:
-                return f"{job_id}: has ended, {job.state}"
-            # A driver that has planned its run says how many shards are done.
-            if any(line.startswith(f"{job.run_id}: ") for line in self._log_lines(job)):
-                return f"{job_id}: its driver is there: {self.phase(job)}"
-            if time.monotonic() >= deadline:
-                state = f"starting: {self.phase(job)}"
-                if job.state == "PENDING":
-                    state = f"queued: the cluster has not started it in {DRIVER_SECONDS:.0f} s"
-                    state += f" ({job.message})" if job.message else ""
+                raise RunError(self._failure(job))
+            lines = self._log_lines(job)
+            if any(line.endswith(FIRST_COMMIT) for line in lines):
+                return f"{job_id}: {FIRST_COMMIT}"
+            is_late = time.monotonic() >= deadline
+            # A model that is being loaded is no lack of machines, unless it takes long.
+            phrases = (*OF_LACK, OF_NO_REPLICA) if is_late else OF_LACK
+            state = next((line for line in lines if any(map(line.count, phrases))), "")
+            if is_late and job.state == "PENDING":
+                state = f"queued: the cluster has not started it in {QUEUED_SECONDS:.0f} s"
+                state += f" ({job.message})" if job.message else ""
+            if state:
                 at = f"{job_id} --address {self.url}"
                 return (
                     f"{job_id}: {state}; it stays submitted: headcount logs {at} shows what it "
@@ -267,7 +280,7 @@ class JobClient:
     def _failure(self, job: Job) -> str:
         """Why a job has failed that was just submitted, and what to do about it; in lines."""
         code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
-        lines = [f"{job.job_id}: the job has ended at once, FAILED{code}"]
+        lines = [f"{job.job_id}: the job has ended, {job.state}{code}"]
         log_lines = self._log_lines(job)
         if log_lines:
             lines[0] += "; the last lines of its log:"

@@ -108,7 +108,7 @@ def submit(
     """Run a scan as a job of a Ray cluster; a scan of several checkpoints as a job each.
 
     The job runs the code of this machine. Submitting the same scan twice makes one job. The command
-    ends when the job's driver has planned the run, or says why it has not.
+    ends when the job has committed its first shard or lacks machines, or says why it failed.
     """
     from headcount.jobs.cluster.submission import JobClient
     from headcount.jobs.cluster.submission import submit as submit_scan
@@ -131,7 +131,7 @@ def submit(
 
 
 def _tell_submission(cluster: JobClient, submission: Submission) -> None:
-    """Say what was submitted; if it is a new job, wait until its driver is there."""
+    """Say what was submitted; if it is a new job, wait until it measures."""
     tell(submission.line)
     if submission.is_new:
         tell(cluster.wait(submission.job_id))
@@ -360,8 +360,13 @@ def resume(
     directory = run_directory(run, runs)
     resources = Resources.asked_for(replicas, cores, device, address)
     if address is not None:
-        from headcount.jobs.cluster.submission import JobClient, options
+        from headcount.jobs.cluster.submission import JobClient, has_begun, options
 
+        if has_begun(directory) is False:
+            raise RunError(
+                f"{directory.path}: this run never began, so there is nothing to resume; "
+                "headcount submit SCAN begins it"
+            )
         # The job checks its overrides, too, but minutes later and in its log.
         check_overrides(directory, overrides or [])
         cluster = JobClient(address)

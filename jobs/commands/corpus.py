@@ -98,7 +98,8 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
     from headcount.schemas.files.places import absolute
     from headcount.workers.inputs.store.stored_corpora import stored_corpora
 
-    all_stored = stored_corpora(absolute(corpora))
+    # A directory of runs has them in a directory of its own.
+    all_stored = stored_corpora(absolute(corpora)) or stored_corpora(absolute(corpora) / "corpora")
     if not all_stored:
         raise CorpusError(
             f"{absolute(corpora)}: no token store here; expected the directory `corpora` of a scan "

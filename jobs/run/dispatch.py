@@ -26,9 +26,11 @@ What can happen to a shard that was given out:
 * It takes far longer than others: it is a straggler, and another replica that has nothing else to
   do measures it too. The first outcome counts.
 
-`outcomes` is the loop that all of this happens in. It waits for one event at a time: a replica is
-loaded, a replica was told to leave, or a call has ended. If the driver itself is told to end, it
-hands out nothing more, tells the replicas to leave, and takes what they still finish.
+`outcomes` is the loop that all of this happens in. It waits for events: a replica is loaded, a
+replica was told to leave, or a call has ended. What a look at all replicas finds serves for the
+events of one turn, because a look at a thousand takes as long as a hundred events. If the driver
+itself is told to end, it hands out nothing more, tells the replicas to leave, and takes what they
+still finish.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ import ray.exceptions
 from ray import cloudpickle
 
 from headcount.jobs.cluster.ray_cluster import (
+    FIRST_COMMIT,
     draining_nodes,
     lack_of_room,
     last_line,
@@ -54,7 +57,7 @@ from headcount.jobs.cluster.ray_cluster import (
 from headcount.jobs.endings import is_finishing, work_begins
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.preemption import node_is_gone
+from headcount.jobs.run.preemption import gone_nodes
 from headcount.jobs.run.replica_actor import CALLS, DEPTH, ReplicaActor, ReplicaPlace
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, Spans, order_of_driver
 from headcount.jobs.upkeep import phases
@@ -85,6 +88,9 @@ RESTART_PAUSE = 0.1
 RECENT_SHARDS = 64
 """Shards whose durations make the median."""
 
+MOST_EVENTS = 100
+"""Events that are taken before the replicas are given further shards."""
+
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the cluster: which nodes drain, and how far the shards are."""
 
@@ -100,16 +106,16 @@ def dispatch(
     replica_class: type[Replica] = Replica,
 ) -> Generator[Commit | Failure, None, None]:
     """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
-    dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
-    try:
-        with ray_in_words(plan.run.run_id):
+    with ray_in_words(plan.run.run_id):
+        dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
+        try:
             yield from dispatcher.outcomes()
-    finally:
-        # A shard that is cut off has no commit. After Ray's end `ray.kill` would join another
-        # cluster of this machine.
-        if ray.is_initialized():
-            for replica in dispatcher.replicas:
-                ray.kill(replica.actor)
+        finally:
+            # A shard that is cut off has no commit. After Ray's end `ray.kill` would join another
+            # cluster of this machine.
+            if ray.is_initialized():
+                for replica in dispatcher.replicas:
+                    ray.kill(replica.actor)
 
 
 class _Call(NamedTuple):
@@ -185,10 +191,14 @@ class _Dispatcher:
         """Seconds from handing out a shard to its commit, of the last shards."""
         self.failed_starts = 0
         """Starts that failed since a replica was loaded."""
+        self.gone_nodes: set[str] = set()
+        """Nodes that have vanished."""
         self.lost_nodes: Counter[int] = Counter()
         """Nodes that vanished under each shard."""
         self.failures = 0
         """Shards that were reported as failed."""
+        self.working: dict[ray.ObjectRef, _RemoteReplica] = {}
+        """The replica of each call that has not ended."""
         self.last_look = 0.0
         """When the cluster was last looked at, by the monotonic clock."""
 
@@ -239,8 +249,9 @@ class _Dispatcher:
                 for replica in self.replicas:
                     self._ask_to_leave(replica, "the scan is being stopped")
             else:
+                stragglers = self._stragglers()
                 for replica in self.replicas:
-                    self._fill(replica)
+                    self._fill(replica, stragglers)
             yield from self._next_outcomes()
             # A user who waits for a machine, or for a large model, must not think that this hangs.
             if any(replica.ready for replica in self.replicas):
@@ -254,19 +265,21 @@ class _Dispatcher:
         self._show_progress()
 
     def _next_outcomes(self) -> Iterator[Commit | Failure]:
-        """Wait for an event; yields the outcome that it brings, if any."""
+        """Wait for an event; yields the outcomes that it and others bring."""
         for replica in self.replicas:
             if replica.ask_again is not None and time.monotonic() >= replica.ask_again:
                 self._await_start(replica)
-        working = {call: replica for replica in self.replicas for call in replica.calls}
         noticing = {r.notice: r for r in self.replicas if r.notice is not None}
         asked = [r for r in self.replicas if r.ask_again is None]
         starting = {r.readiness: r for r in asked if r.readiness is not None}
-        # Ray takes the first of several that have arrived: a notice explains the calls that failed.
-        references = [*noticing, *working, *starting]
+        # Ray keeps the order of those that have arrived: a notice explains the calls that failed.
+        references = [*noticing, *self.working, *starting]
         # One second at most: a straggler shows by the clock, not by an event.
         timeout = min(1.0, RESTART_PAUSE) if len(asked) < len(self.replicas) else 1.0
         arrived, _ = ray.wait(references, num_returns=1, timeout=timeout)
+        if arrived and len(references) > 1:
+            most = min(MOST_EVENTS, len(references))
+            arrived, _ = ray.wait(references, num_returns=most, timeout=0)
         if not references:
             # Of no references Ray waits for none. Nobody else works who could be held up.
             time.sleep(timeout)
@@ -274,9 +287,11 @@ class _Dispatcher:
             if reference in starting:
                 self._end_start(starting[reference], reference)
             elif reference in noticing:
-                self._heed_notice(noticing[reference], reference)
+                # An event before it may have been the death of the replica.
+                if noticing[reference].notice == reference:
+                    self._heed_notice(noticing[reference], reference)
             else:
-                outcome = self._end_call(working[reference], reference)
+                outcome = self._end_call(self.working.pop(reference), reference)
                 if outcome is not None:
                     yield outcome
 
@@ -376,12 +391,19 @@ class _Dispatcher:
         # Another of its calls, or its notice, has told already.
         if not replica.ready:
             return
-        if replica.excuse is None and replica.place and node_is_gone(replica.place.node_id):
+        if replica.excuse is None and replica.place and self._is_gone(replica.place.node_id):
             self.say(f"{replica.place.host} is gone: its shards are measured elsewhere")
             replica.excuse = "node_lost"
         self._await_start(replica)
 
-    def _fill(self, replica: _RemoteReplica) -> None:
+    def _is_gone(self, node_id: str) -> bool:
+        if node_id not in self.gone_nodes and gone_nodes({node_id}):
+            # Often many vanish at once, and to find one takes seconds. So all are asked.
+            places = [replica.place for replica in self.replicas if replica.place is not None]
+            self.gone_nodes |= gone_nodes({place.node_id for place in places})
+        return node_id in self.gone_nodes
+
+    def _fill(self, replica: _RemoteReplica, stragglers: deque[int]) -> None:
         """Give a replica as many shards as it takes at once; a suspect stays alone."""
         if replica.is_leaving:
             if not replica.calls:
@@ -389,13 +411,14 @@ class _Dispatcher:
                 self._await_start(replica)
             return
         while replica.ready and not replica.has_suspect and len(replica.calls) < DEPTH:
-            shard = self._next_shard(replica)
+            shard = self._next_shard(replica, stragglers)
             if shard is None:
                 return
             reference = replica.actor.measure.remote(shard, self.attempts.failed(shard) + 1)
             replica.calls[reference] = _Call(shard, time.monotonic())
+            self.working[reference] = replica
 
-    def _next_shard(self, replica: _RemoteReplica) -> int | None:
+    def _next_shard(self, replica: _RemoteReplica, stragglers: deque[int]) -> int | None:
         """The shard that a replica measures next, or none if there is nothing for it now.
 
         New shards come first, so that one that fails again and again holds up nobody.
@@ -413,31 +436,30 @@ class _Dispatcher:
         if self.suspects:
             replica.has_suspect = True
             return self.suspects.popleft()
-        return self._straggler(replica)
+        if stragglers:
+            self._tell_repeated("straggler")
+            return stragglers.popleft()
+        return None
 
-    def _straggler(self, idle: _RemoteReplica) -> int | None:
-        """The open shard that other replicas have had for longest, if that is far too long.
+    def _stragglers(self) -> deque[int]:
+        """The open shards that take far too long, if a replica is idle; the oldest first.
 
         A shard that was given out twice counts from the second time. Otherwise it would be given to
         every replica that becomes idle.
         """
+        # Without a duration nobody knows yet what is slow.
+        if not self.durations or all(r.calls for r in self.replicas if r.ready):
+            return deque()
         last_start: dict[int, float] = {}
         for replica in self.replicas:
-            if replica is idle:
-                continue
             for call in replica.calls.values():
                 if self.is_open[call.shard]:
                     earlier_start = last_start.get(call.shard, call.started)
                     last_start[call.shard] = max(call.started, earlier_start)
-        # Without a duration nobody knows yet what is slow.
-        if not last_start or not self.durations:
-            return None
-        oldest = min(last_start, key=last_start.__getitem__)
         patience = max(LEAST_PATIENCE, SLOW * statistics.median(self.durations))
-        if time.monotonic() - last_start[oldest] <= patience:
-            return None
-        self._tell_repeated("straggler")
-        return oldest
+        latest = time.monotonic() - patience
+        slow = [shard for shard, start in last_start.items() if start < latest]
+        return deque(sorted(slow, key=last_start.__getitem__))
 
     def _end_call(
         self, replica: _RemoteReplica, reference: ray.ObjectRef
@@ -474,6 +496,8 @@ class _Dispatcher:
             (self.suspects if had_suspect else self.retries).append(call.shard)
             return None
         if isinstance(result, Commit):
+            if not self.durations and self.resources.cluster is not None:
+                self.say(f"{self.plan.run.run_id}: {FIRST_COMMIT}")
             self.durations.append(time.monotonic() - call.started)
             replica.commits.append(result)
             self._close(call.shard)

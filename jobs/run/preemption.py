@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import ray
+
+from headcount.jobs.cluster.ray_cluster import accepts_connections
 
 LEAVE_SECONDS = 25.0
 """A replica that was told to leave exits after this time, whatever it is doing. Google Cloud and
@@ -28,8 +30,8 @@ ANSWER_SECONDS = 1.0
 for calls that were on their way when it was told.
 """
 
-PROBE_SECONDS = 2.0
-"""A node that does not accept a connection in this time is gone."""
+PROBES = 256
+"""Nodes that are probed at a time."""
 
 
 class LeaveNotice:
@@ -116,18 +118,18 @@ def _exit() -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def node_is_gone(node_id: str) -> bool:
-    """Whether a node is dead, even if Ray's head has not noticed it yet.
+def gone_nodes(node_ids: set[str]) -> set[str]:
+    """Which of some nodes are dead, even if Ray's head has not noticed it yet.
 
     The head notices by missed heartbeats, 15 s later. Ray's process on a dead node does not accept
     connections any more.
     """
-    for node in ray.nodes():
-        if node["NodeID"] == node_id and node["Alive"]:
-            address = (node["NodeManagerAddress"], node["NodeManagerPort"])
-            try:
-                socket.create_connection(address, timeout=PROBE_SECONDS).close()
-            except OSError:
-                return True
-            return False
-    return True
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
+    hosts = [node["NodeManagerAddress"] for node in alive]
+    ports = [node["NodeManagerPort"] for node in alive]
+    with ThreadPoolExecutor(PROBES) as pool:
+        answers = pool.map(accepts_connections, hosts, ports)
+        answering = {
+            node["NodeID"] for node, is_there in zip(alive, answers, strict=True) if is_there
+        }
+    return node_ids - answering

@@ -91,11 +91,12 @@ class Spans:
         self.shards = shards
         # An owner's span is `shards[start:stop]`. Shards that nobody has had yet belong to None.
         self.spans: dict[object, tuple[int, int]] = {None: (0, len(shards))}
+        self.left = len(shards)
 
     def take(self, owner: object) -> int | None:
         """The owner's next shard; none if all are taken."""
         start, stop = self.spans.get(owner, (0, 0))
-        if start == stop:
+        if start == stop and self.left:
             # The second half of the longest span, which its owner loses, or all of it if None owns
             # it. The owner keeps the first half, because that is where it reads now.
             longest = max(self.spans, key=lambda one: self.spans[one][1] - self.spans[one][0])
@@ -104,5 +105,6 @@ class Spans:
             self.spans[longest] = first, start
         if start == stop:
             return None
+        self.left -= 1
         self.spans[owner] = start + 1, stop
         return int(self.shards[start])

@@ -63,20 +63,15 @@ def merged_by_tasks(address: str, groups: Iterable[Group]) -> Iterator[Merged]:
     """Merge groups on the cores of a Ray cluster."""
     # Ray takes a second to import.
     import ray
-    import ray.exceptions
 
-    from headcount.jobs.cluster.ray_cluster import connect, last_line
+    from headcount.jobs.cluster.ray_cluster import connect, ray_in_words
     from headcount.jobs.resources import Resources
 
     connect(Resources(address=address))
     cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
     task = ray.remote(max_retries=3, scheduling_strategy="SPREAD")(merge_group)
-    try:
+    with ray_in_words(address):
         yield from _as_completed(lambda group: task.remote(group).future(), groups, cores)
-    except ray.exceptions.RayError as error:
-        raise RunError(
-            f"{address}: Ray gave up ({last_line(str(error))}); the same command continues"
-        ) from None
 
 
 def _as_completed(

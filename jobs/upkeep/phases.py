@@ -175,25 +175,37 @@ class _Heartbeat:
             if not is_last:
                 self.has_news.wait(BEAT_SECONDS)
 
+    def end(self, why: str | None) -> None:
+        """Write the last word: why it failed, empty if it was stopped, none if all is done."""
+        if why is not None:
+            ended = f"while {self.driver.phase}{f': {why}' if why else ''}"
+            note("failed" if why else "stopped", ended)
+        self.has_ended.set()
+        self.has_news.set()
+        if self.thread is not None:
+            # A store that does not answer must not keep a command from ending.
+            self.thread.join(END_SECONDS)
+
 
 @contextlib.contextmanager
 def taken() -> Iterator[None]:
     """Take notes of what this process does for one run, until the block ends."""
     heartbeat = _Heartbeat.of_process = _Heartbeat()
+    why = None
     try:
         yield
     except BaseException as error:
         why = _reason(error)
-        ended = f"while {heartbeat.driver.phase}{f': {why}' if why else ''}"
-        note("failed" if why else "stopped", ended)
         raise
     finally:
+        heartbeat.end(why)
         _Heartbeat.of_process = None
-        heartbeat.has_ended.set()
-        heartbeat.has_news.set()
-        if heartbeat.thread is not None:
-            # A store that does not answer must not keep a command from ending.
-            heartbeat.thread.join(END_SECONDS)
+
+
+def fail(why: str) -> None:
+    """Write why this process fails, which is about to end at once."""
+    if _Heartbeat.of_process is not None:
+        _Heartbeat.of_process.end(why)
 
 
 def note(phase: Phase, detail: str = "", tokens_per_second: float | None = None) -> None:

@@ -266,7 +266,7 @@ def head_lost(world: World) -> None:
     """The head and everything on the cluster dies; the next command finds a new one."""
     assert world.driver is not None
     if world.cluster is not None:
-        # A driver waits a minute for a head that is gone.
+        # A driver would wait ten seconds for a head that is gone.
         for driver in (world.driver, *world.second_drivers):
             driver.send_signal(signal.SIGKILL)
         world.cluster.shutdown()

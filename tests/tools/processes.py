@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import shutil
 import signal
@@ -51,6 +52,18 @@ def libraries_alone(venv: Path) -> Path:
     libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site / "libraries.pth").write_text("\n".join(sorted(libraries)))
     return venv
+
+
+def free_port() -> int:
+    """A port at which nobody listens.
+
+    Systems hand out ports above these, and Ray's workers take ports below.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port in a hundred")
 
 
 def kill(mark: str) -> None:

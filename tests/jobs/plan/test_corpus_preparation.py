@@ -280,6 +280,7 @@ def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_pat
     assert tokens_of(prepared(fields)) == list("".join(texts).encode())
     corpora = str(folder.parent)
     listed = corpus("list", corpora).stdout
+    assert corpus("list", str(tmp_path / "runs")).stdout == listed
     assert re.search(rf"{folder.name}  \w{{8}}, tokenizers [\d.]+  text  101 +[\d,]+ +1 ", listed)
     shown = corpus("show", folder.name[:6], "--corpora", corpora).stdout
     assert re.search(r"00\.jsonl +[\d.]+ kB +50 +[\d,]+ +0 +0 +whole\n", shown)

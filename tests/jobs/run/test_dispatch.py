@@ -11,9 +11,9 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
-import sys
-import threading
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,32 +22,39 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pytest
 import torch
+from ray._private.node import Node
 from ray.scripts.scripts import drain_node
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
 
 from headcount.jobs import endings
-from headcount.jobs.cluster.ray_cluster import Resources
+from headcount.jobs.cluster.ray_cluster import (
+    FIRST_COMMIT,
+    HEAD_SECONDS,
+    RECONNECT,
+    Resources,
+)
 from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run import dispatch
 from headcount.jobs.run.loop import MOST_FAILURES, refuse_failures, run_to_end, tokens_of
 from headcount.jobs.run.shards import ATTEMPTS
+from headcount.jobs.upkeep.status import read_status
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.values import in_toml
 from headcount.workers.model.files.model_info import ModelInfo
 from tests import ROOT
 from tests.tools.chaos import FAULTS_BY_NAME, World, draw_life, open_world, run_schedule
-from tests.tools.processes import Command
+from tests.tools.processes import Command, free_port
 from tests.tools.workers import NODE_OPTIONS, joined, start_cluster
 from tests.toys import toy_models as toy
 from tests.toys.refusals import refused
-from tests.toys.toy_replica import SteadyReplica, ToyReplica
+from tests.toys.toy_replica import ToyReplica
 
 SILENT = Console(quiet=True)
 IN_PROCESS = Resources(0, 1, "cpu")
@@ -325,45 +332,84 @@ def test_the_tokens_of_shards_know_that_the_last_is_short(tmp_path: Path) -> Non
     assert tokens_of(plan, np.arange(3)) == plan.tokens == 80
 
 
-def drive_until_the_head_dies() -> None:
-    """Begin a run in the directory that the command line names, and kill its head.
-
-    Workers of its cluster are forks of the process that the tests have provided.
-    """
-    with joined(start_cluster(num_cpus=1)):
-        plan = make_plan(parse_scan(IDLE_SCAN | {"out": sys.argv[1]}), "idle")
-        prepare_run(plan, "")
-
-        def kill_head() -> None:
-            while len(done_shards(plan)) < 5:
-                time.sleep(0.05)
-            for process in psutil.Process().children(recursive=True):
-                if process.name() == "gcs_server":
-                    process.kill()
-
-        threading.Thread(target=kill_head, daemon=True).start()
-        console = Console(stderr=True)
-        run_to_end(plan, Resources(1, 1, "cpu"), console, SteadyReplica)
+@contextlib.contextmanager
+def run_on_a_head_of_its_own(tmp_path: Path, **variables: str) -> Iterator[tuple[Node, Command]]:
+    """A head, and a driver with one replica there that has measured some shards of sixty."""
+    cluster = start_cluster(num_cpus=1)
+    scan_file = tmp_path / "idle.toml"
+    fields = IDLE_SCAN | {"out": str(tmp_path)}
+    scan_file.write_text("".join(f"{key} = {in_toml(value)}\n" for key, value in fields.items()))
+    # A driver in a job sends no code. The node of this machine has it.
+    environment = os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"} | variables
+    words = ["scan", scan_file, "--replicas", "1", "--address", cluster.address]
+    main = "tests.toys.toy_replica.main"
+    driver = Command(*words, environment=environment, directory=ROOT, main=main)
+    try:
+        when(lambda: driver.poll() is not None or len(list(tmp_path.glob("*/commits/*"))) >= 5)
+        assert cluster.head_node is not None
+        yield cluster.head_node, driver
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        cluster.shutdown()
 
 
 @pytest.mark.long
-def test_a_head_that_dies_ends_the_driver_in_words_and_the_run_continues(tmp_path: Path) -> None:
-    # Ray would look for its head for a minute.
-    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "1", "PYTHONPATH": str(ROOT)}
-    ended = Command(
-        tmp_path,
-        environment=os.environ | patience,
-        directory=ROOT,
-        main="tests.jobs.run.test_dispatch.drive_until_the_head_dies",
-    ).ended(timeout=300)
-    assert ended.code == 1
-    assert "Failed to connect to GCS" in ended.stderr
-    assert "Traceback" not in ended.stderr
+@pytest.mark.parametrize(
+    ("process", "problem"),
+    [
+        ("gcs_server", r"the cluster's head, \S+, is gone for 10 s"),
+        ("raylet", "Ray has ended on this machine"),
+    ],
+)
+def test_a_driver_without_ray_ends_in_one_line_and_the_run_continues(
+    tmp_path: Path, process: str, problem: str
+) -> None:
+    with run_on_a_head_of_its_own(tmp_path) as (head, driver):
+        head.all_processes[process][0].process.kill()
+        killed = time.monotonic()
+        ended = driver.ended(timeout=60)
+        assert time.monotonic() - killed < 20
+    assert ended.code == 2
+    first_line, *progress, last_line = ended.stderr.splitlines()
+    assert first_line.endswith("480 tokens, 60 shards, 0 of them done")
+    of_progress = f"[0-9]+ of 480 tokens, .*|{find_runs(tmp_path)[0].run_id}: {FIRST_COMMIT}"
+    assert all(re.fullmatch(of_progress, line) for line in progress), ended.stderr
     (run,) = find_runs(tmp_path)
+    advice = "start the cluster again, and the same command continues where it stopped"
+    assert re.fullmatch(f"error: {run.run_id}: {problem}; {advice}", last_line)
+    phase = read_status(run).phase
+    assert re.match(f"failed while measuring: {problem}, ", phase or "")
     assert 5 <= len(run.commit_log([])) < 60
-    plan = replan(run)
     # Whoever measures: what is missing follows from the commits.
-    finish_here(plan)
+    finish_here(replan(run))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("storage", ["rocksdb", "redis"])
+def test_a_driver_goes_on_when_a_head_that_keeps_its_state_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if storage == "rocksdb":
+            monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
+            monkeypatch.setenv("RAY_gcs_storage_path", str(tmp_path / "head"))
+        else:
+            if (program := shutil.which("redis-server")) is None:
+                pytest.skip("needs the program redis-server")
+            port = free_port()
+            words = [program, "--port", f"{port}", "--bind", "127.0.0.1", "--save", ""]
+            server = stack.enter_context(subprocess.Popen(words, stdout=subprocess.DEVNULL))
+            stack.callback(server.kill)
+            monkeypatch.setenv("RAY_REDIS_ADDRESS", f"127.0.0.1:{port}")
+        head, driver = stack.enter_context(run_on_a_head_of_its_own(tmp_path, **{RECONNECT: "60"}))
+        head.kill_gcs_server()
+        time.sleep(HEAD_SECONDS + 3)
+        assert driver.poll() is None
+        head.start_gcs_server()
+        ended = driver.ended()
+    assert (ended.code, "error" in ended.stderr) == (0, False), ended.stderr
+    (run,) = find_runs(tmp_path)
+    assert done_shards(replan(run)) == list(range(60))
 
 
 def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
