@@ -21,7 +21,7 @@ from headcount.queries.ask.prompt import completions
     ("rank", ["ranking"]),
     ("ranking --as", ["--ascending"]),
     ("SELECT mean_si", []),
-    ("SELECT sink_", ["sink_mass", "sink_heads", "sink_values"]),
+    ("SELECT sink_", ["sink_mass", "sink_against_loss", "sink_heads", "sink_values"]),
     ("FROM by_head WHERE mean_s", ["mean_sink_mass"]),
     ("ex", ["exit"]),
 ])  # fmt: skip
