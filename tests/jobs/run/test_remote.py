@@ -37,6 +37,7 @@ from tests.tools.processes import (
     free_port,
     libraries_alone,
 )
+from tests.toys.toy_runs import write_run
 
 PATIENCE_SECONDS = 240
 """How long a test waits for what always comes, on a machine that does other things, too."""
@@ -323,10 +324,11 @@ class Old(BaseHTTPRequestHandler):
 
 
 def test_another_version_of_ray_is_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a-1", {"entropy": lambda row: 0.5})
     with ThreadingHTTPServer(("127.0.0.1", 0), Old) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        resume = ("resume", str(tmp_path / "run_id=a-1"), "--address", address)
+        resume = ("resume", str(run.path), "--address", address)
         line = refused(*resume)
         assert "--env NOT_SET: expected the name of a" in refused(*resume, "--env", "NOT_SET")
         server.shutdown()
