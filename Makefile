@@ -2,7 +2,7 @@
 # make long: schedules of many faults and sweeps over replications, models and interventions. CI runs check, test and long.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
 # make controls: which figures pass for random weights, or for interventions that do nothing.
-# make constraints: the versions of every install, anew.
+# make constraints: the versions of every install, anew, and the digests of what the image installs.
 # make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random deaths and faults, rows lost and doubled.  make scale: shards a second, a million shards.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -50,6 +50,8 @@ install = $(BIN)/pip install -qq --disable-pip-version-check 'uv>=0.9,<1' && \
 constraints: .venv/.tools
 	UV_FIND_LINKS= $(BIN)/uv pip compile -q --upgrade --universal --all-extras --group dev --no-annotate \
 		--custom-compile-command 'make constraints' pyproject.toml -o $(CONSTRAINTS)
+	UV_FIND_LINKS= $(BIN)/uv pip compile -q --generate-hashes --python-version 3.11 --python-platform linux --no-annotate \
+		--custom-compile-command 'make constraints' deploy/requirements.txt -o deploy/requirements.lock
 
 demo: .venv/.installed
 	@$(BIN)/headcount scan jobs/scans/demo/*.toml --set out=$(RUNS)
