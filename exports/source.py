@@ -110,14 +110,21 @@ class ExportSource:
         baseline = self.baseline and self.baseline.half(split, half)
         return replace(self, split=(split, half), baseline=baseline)
 
-    def sums(self, expression: str) -> DocumentSums:
+    def sums(self, expression: str, least_documents: int = 2) -> DocumentSums:
         """What an expression of columns of `heads` and `sequences` adds up to in each document.
 
-        NULL counts as 0: it is attention to keys that a window hides.
+        NULL counts as 0: it is attention to keys that a window hides. It is an error if there are
+        too few documents to say how sure a list is.
         """
         if expression not in self.known_sums:
             self.known_sums[expression] = self._read_sums(expression)
         sums = self.known_sums[expression]
+        if sums.documents < least_documents:
+            raise QueryError(
+                f"export {self.format.name}: the {counted(self.run['sequences_done'], 'sequence')} "
+                f"of run {self.run_id} are of one document; expected {least_documents} or more, to "
+                "say how sure a list is"
+            )
         if self.split is None:
             return sums
         return sums.of(half_of(sums.documents, *self.split))
@@ -146,12 +153,6 @@ class ExportSource:
         )
         part, layer, head, total, number = (column.to_numpy() for column in rows.columns)
         documents = int(part.max()) + 1
-        if documents < 2:
-            raise QueryError(
-                f"export {self.format.name}: the {counted(self.run['sequences_done'], 'sequence')} "
-                f"of run {self.run_id} are of one document; expected 2 or more, to say how sure a "
-                "list is"
-            )
         totals = np.full((documents, *self.shape), np.nan)
         totals[part, layer, head] = total
         numbers = np.zeros(documents)
@@ -159,7 +160,7 @@ class ExportSource:
         numbers[part] = number
         return DocumentSums(totals, numbers)
 
-    def scores(self, *statistics: str, margin: float = MARGIN) -> Scores:
+    def scores(self, *statistics: str, margin: float = MARGIN, least_documents: int = 2) -> Scores:
         """The sum of some statistics of every head, against what uniform attention would score and
         a margin.
         """
@@ -167,17 +168,20 @@ class ExportSource:
         stored = self.database.columns("sequences")
         uniform = [name for name in map(uniform_column, columns) if name in stored]
         total = " + ".join(f"coalesce({column}, 0)" for column in columns)
-        excess = self.sums(" - ".join([total, *(f"coalesce({name}, 0)" for name in uniform)]))
+        less_uniform = " - ".join([total, *(f"coalesce({name}, 0)" for name in uniform)])
+        excess = self.sums(less_uniform, least_documents)
         p = p_above(excess.means, excess.errors, excess.documents, margin)
-        return Scores(self.sums(total).means, excess.means, excess.errors, excess.documents, p)
+        means = self.sums(total, least_documents).means
+        return Scores(means, excess.means, excess.errors, excess.documents, p)
 
     def check_differs_from_uniform(self, statistic: str) -> None:
         """It is an error if no head is surely above or below what uniform attention would score, by
-        more than MARGIN.
+        more than MARGIN. Of one document, the size alone decides.
         """
-        scores = self.scores(statistic)
-        p = p_above(np.abs(scores.excess), scores.errors, scores.documents)
-        if not (q_of(p) <= LARGEST_Q).any():
+        scores = self.scores(statistic, least_documents=1)
+        size = np.abs(scores.excess)
+        q = q_of(p_above(size, scores.errors, scores.documents))
+        if not ((q <= LARGEST_Q) | (np.isnan(scores.errors) & (size > MARGIN))).any():
             raise self.nothing_found(statistic)
 
     def effects(self, statistic: str) -> DocumentSums:
