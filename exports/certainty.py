@@ -5,15 +5,14 @@ asked for the same list.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 MARGIN = 0.05
-"""The share of its attention by which a head must be above the uniform baseline to be in a list.
-
-Heads of random weights are a little above or below it, and enough documents would tell.
+"""The share of its attention by which some head must be above the uniform baseline, so that there
+is a list: those of random weights are a little above or below it, and enough documents would tell.
 """
 
 LARGEST_Q = 0.05
@@ -132,6 +131,11 @@ def q_of(p: np.ndarray) -> np.ndarray:
     # From the largest p down, the smallest so far.
     q[order] = np.minimum.accumulate(raised[::-1])[::-1]
     return q.reshape(p.shape)
+
+
+def sure_heads(heads: Iterable[tuple[int, int]], q: np.ndarray) -> dict[tuple[int, int], float]:
+    """Those of some heads whose q is small enough, in their order, each with its q."""
+    return {head: float(q[head]) for head in heads if q[head] <= LARGEST_Q}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from headcount.exports.certainty import (
     p_above,
     q_of,
     stability_of,
+    sure_heads,
 )
 from headcount.exports.registry import ExportFormat, Needs, Options, ranked
 from headcount.queries.ask.asking import Record, RunDatabase
@@ -202,8 +203,7 @@ class ExportSource:
         """The heads whose intervention surely raises the loss, the largest effect first, with q."""
         effects = self.effects(statistic)
         means = effects.means
-        q = q_of(p_above(means, effects.errors, effects.documents, 0))
-        return {head: float(q[head]) for head in ranked(means) if q[head] <= LARGEST_Q}
+        return sure_heads(ranked(means), q_of(p_above(means, effects.errors, effects.documents, 0)))
 
     def choice(self, choose: Callable[[ExportSource], Mapping[tuple[int, int], float]]) -> Choice:
         """What `choose` takes from the run, and how much of it each half of the documents takes."""

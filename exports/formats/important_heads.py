@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from headcount.exports.certainty import LARGEST_Q
+from headcount.exports.certainty import sure_heads
 from headcount.exports.formats.qrhead import GOLD, OTHER, PASSAGES, lead_of_gold
 from headcount.exports.registry import Exported, Needs, export_format, ranked
 from headcount.exports.source import ExportSource
@@ -67,8 +67,7 @@ def important_heads(
             found = part.surely_harmful("effect_mean")
         else:
             lead, q = lead_of_gold(part)
-            is_ahead = (q <= LARGEST_Q) & (lead > least)
-            found = {head: float(q[head]) for head in ranked(lead) if is_ahead[head]}
+            found = sure_heads((head for head in ranked(lead) if lead[head] > least[head]), q)
         return dict(islice(found.items(), heads))
 
     choice = source.choice(highest)

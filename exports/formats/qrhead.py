@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import numpy as np
 
-from headcount.exports.certainty import LARGEST_Q, p_above, q_of
+from headcount.exports.certainty import p_above, q_of, sure_heads
 from headcount.exports.registry import Exported, Needs, export_format, ranked
 from headcount.exports.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
@@ -49,8 +50,7 @@ def qrhead(source: ExportSource, *, heads: Count = 16, model_class: str | None =
 
     def leading(part: ExportSource) -> dict[tuple[int, int], float]:
         lead, q = lead_of_gold(part)
-        certain = [head for head in ranked(lead) if q[head] <= LARGEST_Q]
-        return {head: float(q[head]) for head in certain[:heads]}
+        return dict(islice(sure_heads(ranked(lead), q).items(), heads))
 
     choice = source.choice(leading)
     if not choice.items:

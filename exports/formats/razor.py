@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headcount.exports.certainty import LARGEST_Q
+from headcount.exports.certainty import sure_heads
 from headcount.exports.registry import (
     REPEATED,
     CacheCut,
@@ -109,5 +109,5 @@ def highest_heads(
     scores = source.scores(statistic)
     heads = ranked(scores.means)
     count = max(1, round(len(heads) * share))
-    rows = [(*head, float(scores.means[head]), float(scores.q[head])) for head in heads[:count]]
-    return [row for row in rows if row[3] <= LARGEST_Q]
+    sure = sure_heads(heads[:count], scores.q)
+    return [(*head, float(scores.means[head]), q) for head, q in sure.items()]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from headcount.exports.certainty import LARGEST_Q, Choice
+from headcount.exports.certainty import Choice, sure_heads
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 
@@ -52,8 +52,7 @@ def scores_of_sequences(source: ExportSource, statistic: str, only_scores: bool)
     """
 
     def heads_of(part: ExportSource) -> dict[tuple[int, int], float]:
-        q = part.scores(statistic).q
-        return {head: float(q[head]) for head in np.ndindex(q.shape) if q[head] <= LARGEST_Q}
+        return sure_heads(np.ndindex(part.shape), part.scores(statistic).q)
 
     choice = source.choice(heads_of)
     if not choice.items:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headcount.exports.certainty import Stability, half_of, stability_of
+from headcount.exports.certainty import DocumentSums, Stability, half_of, stability_of
 from headcount.exports.confirmation import changes_of_loss, documents_of
 from headcount.exports.registry import CacheCut
 from headcount.exports.source import ExportSource, column_of
@@ -189,16 +189,13 @@ def estimates_of(
 
 
 def cost(changes: np.ndarray, documents: np.ndarray) -> dict[str, object]:
-    """The mean of changes of the loss `[sequence]`, and its standard error over documents.
-
-    s² = Σ_d (S_d - n_d x̄)² / N² · D / (D - 1)
-    """
+    """The mean of changes of the loss `[sequence]`, and its standard error over documents."""
     _, of_document = np.unique(documents, return_inverse=True)
-    residuals = np.bincount(of_document, changes - changes.mean())  # S_d - n_d x̄
-    number = len(residuals)
-    error = np.sqrt((residuals**2).sum() * number / (number - 1)) / len(changes)
+    # One layer of one head.
+    totals = np.bincount(of_document, changes)[:, None, None]
+    sums = DocumentSums(totals, np.bincount(of_document))
     return {
-        "delta_nll": float(changes.mean()),
-        "standard_error": float(error),
-        "documents": number,
+        "delta_nll": sums.means.item(),
+        "standard_error": sums.errors.item(),
+        "documents": sums.documents,
     }
