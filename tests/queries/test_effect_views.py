@@ -230,6 +230,7 @@ def test_a_card_has_the_effects_of_its_head(runs: Path) -> None:
     assert card.effects[0].direct_error == card.statistic("direct_effect_mean").standard_error
 
 
+@pytest.mark.long
 def test_an_export_of_an_effect_says_how_far_it_can_be_trusted(runs: Path) -> None:
     run_id = run_id_of(runs)
     card = export_formats()["card"]
