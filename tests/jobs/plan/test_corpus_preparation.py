@@ -14,6 +14,7 @@ import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -189,21 +190,22 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
     fields = fields_of(model, tmp_path)
     killed: list[int] = []
 
-    class Killing(Console):
-        """Kills a task when the first portions are said to be there."""
-
-        def print(self, *words: Any, **style: Any) -> None:
-            super().print(*words, **style)
+    def kill_a_task() -> None:
+        """Kill the first task that is seen at work when there are portions."""
+        while not killed:
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if not killed and "prepare_on_node" in " ".join(process.cmdline()):
+                    at_work = "prepare_on_node" in " ".join(process.cmdline())
+                    if at_work and portion_files(tmp_path):
                         process.kill()
                         killed.append(process.pid)
+                        return
 
     with joined_cluster(num_cpus=1):
         resources = Resources(1, 1, "cpu")
-        text = io.StringIO()
-        index = prepared(fields, resources, Killing(file=text))
+        shown, text = console()
+        Thread(target=kill_a_task, daemon=True).start()
+        index = prepared(fields, resources, shown)
         assert killed
         assert tokens_of(index) == list("".join(texts).encode())
         last = text.getvalue().splitlines()[-1]
