@@ -50,11 +50,16 @@ class DocumentSums:
     def errors(self) -> np.ndarray:
         """Standard errors of the means, `[layer head]`; NaN for one document.
 
-        s² = Σ_d (S_d - n_d x̄)² / N² · D/(D-1), as in queries/open/internal/macros.sql
+        s² = Σ_d (S_d - n_d x̄)² / (N² - Σ_d n_d²), as in queries/open/internal/macros.sql
         """
         residuals = self.totals - self.numbers[:, None, None] * self.means
-        correction = self.documents / (self.documents - 1) if self.documents > 1 else np.nan
-        return np.sqrt((residuals**2).sum(0) * correction) / self.numbers.sum()
+        divisor = float(self.numbers.sum() ** 2 - (self.numbers**2).sum())
+        return np.sqrt((residuals**2).sum(0) / (divisor or np.nan))
+
+    @property
+    def effective_documents(self) -> float:
+        """How many equally long documents are as sure: N² / Σ_d n_d²."""
+        return float(self.numbers.sum() ** 2 / (self.numbers**2).sum())
 
     def grouped(self, size: int) -> DocumentSums:
         """The sums of groups of so many neighbouring heads."""
@@ -75,7 +80,7 @@ class Scores:
     """Less the baseline."""
     errors: np.ndarray
     """Standard errors of the excess."""
-    documents: int
+    effective_documents: float
     p: np.ndarray
     """One-sided, of an excess this large if the true one is no larger than a margin."""
 
@@ -86,22 +91,23 @@ class Scores:
 
 
 def p_above(
-    means: np.ndarray, errors: np.ndarray, documents: int, margin: float = MARGIN
+    means: np.ndarray, errors: np.ndarray, effective_documents: float, margin: float = MARGIN
 ) -> np.ndarray:
     """How likely a mean this large is if the true one is no larger than the margin: one-sided p of
-    Student's t with documents - 1 degrees of freedom, `[layer head]`. NaN without an error.
+    Student's t with effective_documents - 1 degrees of freedom, 1 at least: `[layer head]`. NaN
+    without an error.
     """
     above = means - margin
     with np.errstate(divide="ignore", invalid="ignore"):
         t = above / errors
-    one_sided = student_tail(np.abs(np.where(np.isfinite(t), t, 0)), documents - 1) / 2
+    one_sided = student_tail(np.abs(np.where(np.isfinite(t), t, 0)), effective_documents - 1) / 2
     p = np.where(t >= 0, one_sided, 1 - one_sided)
     # Documents that all say the same.
     p = np.where(errors == 0, np.where(above > 0, 0.0, 1.0), p)
     return np.where(np.isnan(errors), np.nan, p)
 
 
-def student_tail(t: np.ndarray, df: int) -> np.ndarray:
+def student_tail(t: np.ndarray, df: float) -> np.ndarray:
     """P(|T| > t) for t ≥ 0, by the integral of the macro of this name in
     queries/open/internal/macros.sql, which a query of its own would take a tenth of a second for.
     """

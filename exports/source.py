@@ -171,9 +171,9 @@ class ExportSource:
         total = " + ".join(f"coalesce({column}, 0)" for column in columns)
         less_uniform = " - ".join([total, *(f"coalesce({name}, 0)" for name in uniform)])
         excess = self.sums(less_uniform, least_documents)
-        p = p_above(excess.means, excess.errors, excess.documents, margin)
+        p = p_above(excess.means, excess.errors, excess.effective_documents, margin)
         means = self.sums(total, least_documents).means
-        return Scores(means, excess.means, excess.errors, excess.documents, p)
+        return Scores(means, excess.means, excess.errors, excess.effective_documents, p)
 
     def check_differs_from_uniform(self, statistic: str) -> None:
         """It is an error if no head is surely above or below what uniform attention would score, by
@@ -181,7 +181,7 @@ class ExportSource:
         """
         scores = self.scores(statistic, least_documents=1)
         size = np.abs(scores.excess)
-        q = q_of(p_above(size, scores.errors, scores.documents))
+        q = q_of(p_above(size, scores.errors, scores.effective_documents))
         if not ((q <= LARGEST_Q) | (np.isnan(scores.errors) & (size > MARGIN))).any():
             raise self.nothing_found(statistic)
 
@@ -203,7 +203,9 @@ class ExportSource:
         """The heads whose intervention surely raises the loss, the largest effect first, with q."""
         effects = self.effects(statistic)
         means = effects.means
-        return sure_heads(ranked(means), q_of(p_above(means, effects.errors, effects.documents, 0)))
+        return sure_heads(
+            ranked(means), q_of(p_above(means, effects.errors, effects.effective_documents, 0))
+        )
 
     def choice(self, choose: Callable[[ExportSource], Mapping[tuple[int, int], float]]) -> Choice:
         """What `choose` takes from the run, and how much of it each half of the documents takes."""

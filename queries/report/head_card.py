@@ -37,6 +37,8 @@ class CardStatistic:
     standard_error: float | None
     """Over documents."""
     documents: int
+    effective_documents: float | None
+    """How many equally long ones are as sure."""
     minimum: float | None
     maximum: float | None
     count: int

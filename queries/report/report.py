@@ -227,7 +227,9 @@ def _values(section: Section, statistic: int) -> Record:
     content: Record = {
         **lists(section.numbers, NUMBERS),
         "uniform_baseline": section.uniform_baseline[name],
-        "changes": lists(section.changes, of_subsets) if section.changes else None,
+        "changes": lists(section.changes, (*of_subsets, "effective_documents"))
+        if section.changes
+        else None,
         "subsets": {
             subset: lists(numbers, of_subsets) for subset, numbers in section.subsets.items()
         },

@@ -33,7 +33,7 @@ from headcount.schemas.files.run_directory import pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.measured_heads import Head
 
-MEANS = ("mean", "standard_error", "minimum", "maximum")
+MEANS = ("mean", "standard_error", "minimum", "maximum", "effective_documents")
 COUNTS = ("count", "documents", "undefined")
 NUMBERS = (*MEANS, *COUNTS)
 """What is known of a statistic of a head over sequences. `standard_error` is over documents."""
@@ -212,6 +212,7 @@ def summaries_sql(rows: str, keys: Sequence[str], statistics: Sequence[str]) -> 
             document_mean(sums) AS mean,
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
+            document_number(sums) AS effective_documents,
             min(minimum) AS minimum,
             max(maximum) AS maximum
         FROM (

@@ -127,7 +127,7 @@ def test_of_the_heads_in_a_list_one_in_twenty_is_false():
         noise = draw.normal(0, 0.3, (documents, 1, heads)) * np.sqrt(numbers)[:, None, None]
         totals = numbers[:, None, None] * (truth + of_document) + noise
         sums = DocumentSums(totals, numbers)
-        p = p_above(sums.means, sums.errors, documents)
+        p = p_above(sums.means, sums.errors, sums.effective_documents)
         chosen = (q_of(p) <= LARGEST_Q)[0]
         shares.append(chosen[:nulls].sum() / max(chosen.sum(), 1))
         found += int(chosen[nulls:].sum())

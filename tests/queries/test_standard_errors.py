@@ -31,11 +31,20 @@ def error_over_documents(values: Any, of_documents: Any) -> tuple[Any, int]:
     defined = values[~np.isnan(values)]
     names, document = np.unique(np.array(of_documents)[~np.isnan(values)], return_inverse=True)
     number = len(names)
+    shares = np.bincount(document) / len(defined)
     if number < 2:
         return None, number
     sums = np.bincount(document, defined - defined.mean())
-    error = (number / (number - 1) * (sums**2).sum()) ** 0.5 / len(defined)
+    error = ((sums**2).sum() / (1 - (shares**2).sum())) ** 0.5 / len(defined)
     return pytest.approx(float(error), rel=1e-5, abs=1e-9), number
+
+
+def effective_number(values: Any, of_documents: Any) -> Any:
+    """How many equally long documents are as sure as these."""
+    sizes = np.unique(np.array(of_documents)[~np.isnan(values)], return_counts=True)[1]
+    # The page and its answers are in float32, and have NaN for what is undefined.
+    expected = sizes.sum() ** 2 / (sizes**2).sum() if len(sizes) else np.nan
+    return pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +100,10 @@ def check(record: dict[str, Any], values: Any, of_documents: Any) -> None:
     """The record has the error and the number of documents that numpy has."""
     expected = error_over_documents(values, of_documents)
     assert (record["standard_error"], record["documents"]) == expected
+    # The page has it by head only.
+    if "subset" not in record:
+        found = record["effective_documents"]
+        assert (np.nan if found is None else found) == effective_number(values, of_documents)
 
 
 def check_views(plan: Plan, measured: Measured) -> None:

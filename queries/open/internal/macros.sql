@@ -1,8 +1,12 @@
 -- Standard errors that take documents for independent, and not the sequences of one document.
 --
--- s² = Σ_d (S_d - n_d x̄)² / N² · D / (D - 1): the sum runs over the D documents with a value, S_d is
+-- s² = Σ_d (S_d - n_d x̄)² / (N² - Σ_d n_d²): the sums run over the documents with a value, S_d is
 -- the sum of document d's n_d values, N = Σ n_d, and x̄ = Σ S_d / N. Where each sequence is a
 -- document, s = sd / √N. With less than two documents it is NULL.
+--
+-- The divisor is N² (1 - 1/E), with the effective number of documents E = N² / Σ n_d²: how many
+-- equally long ones are as sure. If their number stood there instead, s would be too small wherever
+-- a few documents are much longer than the others.
 --
 -- Every view goes by these macros. One query needs two steps: document_sums by document, then
 -- document_error of what it gave. No if(): DuckDB 1.4 does not know the one that 2.0 writes
@@ -11,9 +15,11 @@
 CREATE MACRO standard_deviation(m2, number) AS
     CASE WHEN number > 1 THEN sqrt(m2 / (number - 1)) END;
 
--- m2 is Σ (S_d - n_d x̄)².
-CREATE MACRO standard_error(m2, number, documents) AS
-    CASE WHEN documents > 1 THEN sqrt(m2 * documents / (documents - 1)) / number END;
+-- m2 is Σ (S_d - n_d x̄)², and squares is Σ n_d².
+CREATE MACRO standard_error(m2, number, squares) AS
+    CASE WHEN number::DOUBLE ** 2 > squares THEN sqrt(m2 / (number::DOUBLE ** 2 - squares)) END;
+
+CREATE MACRO effective_number(number, squares) AS number::DOUBLE ** 2 / nullif(squares, 0);
 
 -- An aggregate over the rows of one document, or of all that have one sequence each (NULL): by
 -- internal.documents. For the latter, S_d is the value itself.
@@ -41,11 +47,17 @@ CREATE MACRO document_error(sums) AS
             + document_mean(sums) ** 2 * sum((sums).weights)
         ),
         sum((sums).number),
-        sum((sums).documents)
+        sum((sums).weights)
     );
 
--- How sure a difference is: Student's t with documents - 1 degrees of freedom, and then q, Benjamini
--- and Hochberg's adjusted p over all heads of a table.
+CREATE MACRO document_number(sums) AS
+    effective_number(sum((sums).number), sum((sums).weights));
+
+-- How sure a difference is: Student's t, and then q, Benjamini and Hochberg's adjusted p over all
+-- heads of a table.
+
+-- Degrees of freedom. Below 1 the tail of t would be longer than any that is of use.
+CREATE MACRO freedom(effective_documents) AS greatest(1, effective_documents - 1);
 
 -- P(|T| > t) for t >= 0, off by less than 1e-5 of itself (df = 1: 4e-4). The density of t is that of
 -- a normal y with a factor near 1: y² = r ln(1 + t²/df), r = df - 1/2 (Hill 1970, Algorithm 395).

@@ -40,7 +40,9 @@ WITH
                 )
             ELSE
                 sum(count * (mean - pooled_mean)) ** 2
-            END AS document_m2
+            END AS document_m2,
+            CASE WHEN document IS NULL THEN sum(document_squares) ELSE sum(count) ** 2 END
+                AS document_squares
         FROM with_pooled_mean
         GROUP BY {by}, document
     )
@@ -53,7 +55,8 @@ SELECT
     min(minimum) AS minimum,
     max(maximum) AS maximum,
     sum(documents)::BIGINT AS documents,
-    sum(document_m2) AS document_m2
+    sum(document_m2) AS document_m2,
+    sum(document_squares) AS document_squares
 FROM by_document
 GROUP BY ALL
 

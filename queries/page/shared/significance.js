@@ -5,7 +5,7 @@ const POINTS = [[0.0198550717512319, 0.0506142681451881], [0.1016667612931866, 0
 
 // The two-sided p of Student's t: the tail over the whole.
 function twoSidedP(difference, error, df, level) {
-  if (isUndefined(difference) || isUndefined(error) || !(df > 0)) return null;
+  if (isUndefined(difference) || isUndefined(error) ) return null;
   const isRounding = Math.abs(difference) <= 1e-6 * Math.abs(level);
   if (isRounding || error === 0) return Number(isRounding);
   const r = df - 0.5;
@@ -16,8 +16,8 @@ function twoSidedP(difference, error, df, level) {
 }
 
 // Benjamini and Hochberg's q of differences by head. `level(i)` is the size of what differs.
-export function adjustedP({ mean, standard_error: errors, documents }, level) {
-  const p = Array.from(mean, (difference, i) => twoSidedP(difference, errors[i], documents[i] - 1, level(i)));
+export function adjustedP({ mean, standard_error: errors, effective_documents: documents }, level) {
+  const p = Array.from(mean, (difference, i) => twoSidedP(difference, errors[i], Math.max(1, documents[i] - 1), level(i)));
   const falling = p.filter((one) => one !== null).sort((one, other) => other - one);
   let least = 1;
   const q = new Map(falling.map((one, i) => [one, (least = Math.min(least, (one * falling.length) / (falling.length - i)))]));

@@ -8,7 +8,8 @@
 -- example: head_effects --limit 5
 WITH
     tested AS (
-        SELECT *, two_sided_p(mean, standard_error, documents - 1, 0) AS p FROM head_summaries
+        SELECT *, two_sided_p(mean, standard_error, freedom(effective_documents), 0) AS p
+        FROM head_summaries
         WHERE starts_with(statistic, 'effect_') AND count > 0
     ),
     effects AS (
@@ -33,6 +34,7 @@ SELECT
     effects.mean AS effect,
     effects.standard_error,
     effects.documents,
+    effects.effective_documents,
     direct_parts.mean AS direct,
     effects.mean - direct_parts.mean AS indirect,
     coalesce(of_layer.spearman, of_all.spearman) AS spearman,

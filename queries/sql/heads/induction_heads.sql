@@ -36,14 +36,16 @@ WITH
             sum(sequences)::BIGINT AS sequences,
             document_mean(excess) AS excess,
             document_error(excess) AS excess_error,
-            sum(excess.documents) AS excess_documents
+            document_number(excess) AS effective_documents
         FROM by_document
         GROUP BY ALL
     ),
     tested AS (
         SELECT
             *,
-            two_sided_p(excess, excess_error, excess_documents - 1, induction_score) AS p
+            two_sided_p(
+                excess, excess_error, freedom(effective_documents), induction_score
+            ) AS p
         FROM head_means
     ),
     scaled AS (
@@ -68,7 +70,8 @@ SELECT
         )
     END AS rank,
     'L' || layer || 'H' || head AS label,
-    layer, head, induction_score, standard_error, documents, uniform_baseline,
+    layer, head, induction_score, standard_error, documents, effective_documents,
+    uniform_baseline,
     induction_score >= $threshold
         AND (uniform_baseline IS NULL OR (excess > 0 AND q <= 0.05)) AS is_induction,
     coverage, measured, sequences, p, q

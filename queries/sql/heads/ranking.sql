@@ -22,7 +22,7 @@ WITH
             *,
             two_sided_p(
                 mean - uniform_baseline, sqrt(standard_error ** 2 + baseline_error ** 2),
-                documents - 1, mean
+                freedom(effective_documents), mean
             ) AS p
         FROM summaries
         LEFT JOIN (
@@ -49,7 +49,7 @@ SELECT
     END AS rank,
     label, layer, head,
     scaled.statistic,
-    mean, sd, standard_error, documents,
+    mean, sd, standard_error, documents, effective_documents,
     uniform_baseline, mean - uniform_baseline AS above_uniform,
     count AS defined, count + undefined AS sequences,
     p, adjusted_p(p, scaled, run_id, intervention, input_family, scaled.statistic) AS q

@@ -32,6 +32,7 @@ WITH
             document_mean(sums) AS sink_mass,
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
+            document_number(sums) AS effective_documents,
             sum(above) / sum(sums.number) AS sink_rate,
             sum(first_value) / sum(first_values) AS first_value,
             sum(value) / sum(values) AS mean_value,
@@ -61,7 +62,8 @@ WITH
         SELECT
             *,
             two_sided_p(
-                sink_mass - uniform_baseline, standard_error, documents - 1, sink_mass
+                sink_mass - uniform_baseline, standard_error, freedom(effective_documents),
+                sink_mass
             ) AS p
         FROM head_means
         LEFT JOIN uniform_baselines USING (run_id)
@@ -82,7 +84,8 @@ SELECT
         )
     END AS rank,
     'L' || layer || 'H' || head AS label,
-    layer, head, sink_mass, standard_error, documents, uniform_baseline, sink_alpha,
+    layer, head, sink_mass, standard_error, documents, effective_documents, uniform_baseline,
+    sink_alpha,
     sink_alpha > $threshold
         AND (uniform_baseline IS NULL OR (sink_mass > uniform_baseline AND q <= 0.05)) AS is_sink,
     sink_rate,

@@ -35,6 +35,7 @@ WITH
             any_value(pooled_mean) AS mean,
             sum(m2) + sum(count * (mean - pooled_mean) ** 2) AS m2,
             count(*) FILTER (WHERE count > 0) AS shards,
+            sum(count::DOUBLE ** 2) AS shard_squares,
             sum((count * (mean - pooled_mean)) ** 2) AS shard_m2
         FROM with_pooled_mean
         GROUP BY ALL
@@ -50,7 +51,7 @@ SELECT
     query, key, lag, dimension, component, other_component, candidate, part, count, mean,
     standard_deviation(m2, count) AS sd,
     CASE
-        WHEN is_long THEN standard_error(shard_m2, count, shards)
+        WHEN is_long THEN standard_error(shard_m2, count, shard_squares)
         ELSE standard_error(m2, count, count)
     END AS standard_error,
     CASE WHEN is_long THEN shards ELSE count END AS groups

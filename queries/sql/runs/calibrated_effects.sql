@@ -78,12 +78,16 @@ WITH
             document_mean(sums) AS measured,
             document_error(sums) AS measured_error,
             sum(sums.documents)::BIGINT AS documents,
+            document_number(sums) AS effective_documents,
             sum(sums.number)::BIGINT AS sequences
         FROM by_document
         GROUP BY ALL
     ),
     tested AS (
-        SELECT *, two_sided_p(measured, measured_error, documents - 1, 0) AS p FROM by_head
+        SELECT
+            *,
+            two_sided_p(measured, measured_error, freedom(effective_documents), 0) AS p
+        FROM by_head
     ),
     scaled AS (
         SELECT *, scaled_p(p, run_id, NULL, NULL, statistic) AS scaled FROM tested
@@ -91,7 +95,8 @@ WITH
 SELECT
     run_id, model, statistic,
     'L' || layer || 'H' || head AS label,
-    layer, head, estimate, measured, measured_error, documents, sequences,
+    layer, head, estimate, measured, measured_error, documents, effective_documents,
+    sequences,
     p, adjusted_p(p, scaled, run_id, NULL, NULL, statistic) AS q
 FROM scaled
 ORDER BY run_id, statistic, layer, head

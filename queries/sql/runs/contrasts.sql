@@ -25,7 +25,8 @@ WITH
             CASE WHEN $compare = 'input_family' THEN parts.model END AS same_model,
             CASE WHEN $compare <> 'input_family' THEN parts.input_family END AS same_input,
             parts.intervention, parts.layer, parts.head, parts.statistic,
-            parts.count, parts.documents, parts.mean, parts.standard_error
+            parts.count, parts.documents, parts.effective_documents, parts.mean,
+            parts.standard_error
         -- Whole heads where parts are no groups: a document may have sequences in two parts.
         FROM (
             FROM subset_summaries WHERE $compare = 'pile_set_name'
@@ -41,6 +42,7 @@ WITH
             named.statistic AS measured,
             sum(count) AS n,
             sum(documents) AS documents,
+            sum(freedom(effective_documents)) AS freedom,
             sum(count * mean) / sum(count) AS mean,
             -- A group may have several runs, whose errors are independent. One without an error
             -- leaves the group without one.
@@ -53,7 +55,7 @@ WITH
     ),
     pairs AS (
         SELECT
-            one.* EXCLUDE (name, n, documents, mean, squared_error),
+            one.* EXCLUDE (name, n, documents, freedom, mean, squared_error),
             one.name AS this_name,
             two.name AS other_name,
             one.mean AS this_mean,
@@ -66,8 +68,8 @@ WITH
             two.documents AS other_documents,
             -- Welch and Satterthwaite. Where both errors are 0, p needs none.
             coalesce((one.squared_error + two.squared_error) ** 2 / nullif(
-                one.squared_error ** 2 / (one.documents - 1)
-                + two.squared_error ** 2 / (two.documents - 1),
+                one.squared_error ** 2 / one.freedom
+                + two.squared_error ** 2 / two.freedom,
                 0
             ), 1) AS df
         FROM with_errors AS one

@@ -3,7 +3,7 @@
 -- A pair is one sequence on which the statistic is defined with and without the intervention.
 -- untouched, intervened, change: means over the pairs. standard_error: of the change, over documents;
 -- NULL for one document.
--- p: two-sided, Student's t with documents - 1 degrees of freedom. q: adjusted over the heads.
+-- p: two-sided, Student's t with effective_documents - 1 degrees of freedom. q: adjusted over the heads.
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
     -- All statistics of a row as one list: then a single join pairs them all. If DuckDB kept it as
@@ -63,6 +63,7 @@ WITH
             document_mean(sums) AS change,
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
+            document_number(sums) AS effective_documents,
             sum(sums.number)::BIGINT AS pairs
         FROM changes_of_documents
         GROUP BY ALL
@@ -71,7 +72,7 @@ WITH
         SELECT
             *,
             two_sided_p(
-                change, standard_error, documents - 1, greatest(abs(untouched), abs(intervened))
+                change, standard_error, freedom(effective_documents), greatest(abs(untouched), abs(intervened))
             ) AS p
         FROM changes
     ),
@@ -83,7 +84,7 @@ SELECT
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    untouched, intervened, change, standard_error, documents, pairs,
+    untouched, intervened, change, standard_error, documents, effective_documents, pairs,
     p, adjusted_p(p, scaled, run_id, intervention, input_family, number) AS q
 FROM scaled
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id), statistic_names

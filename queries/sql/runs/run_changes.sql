@@ -68,6 +68,7 @@ WITH
             document_mean(sums) AS change,
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
+            document_number(sums) AS effective_documents,
             sum(sums.number)::BIGINT AS pairs
         FROM changes_of_documents
         GROUP BY ALL
@@ -75,7 +76,10 @@ WITH
     tested AS (
         SELECT
             *,
-            two_sided_p(change, standard_error, documents - 1, greatest(abs(other), abs(this))) AS p
+            two_sided_p(
+                change, standard_error, freedom(effective_documents),
+                greatest(abs(other), abs(this))
+            ) AS p
         FROM changes
     ),
     scaled AS (
@@ -96,7 +100,7 @@ SELECT
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    other, this, change, standard_error, documents, pairs,
+    other, this, change, standard_error, documents, effective_documents, pairs,
     p,
     adjusted_p(
         p, scaled, scaled.run_id, intervention, input_family, number, other := other_run

@@ -5,8 +5,9 @@ SELECT
     'L' || layer || 'H' || head AS label,
     statistic, count, undefined, mean,
     standard_deviation(m2, count) AS sd,
-    standard_error(document_m2, count, documents) AS standard_error,
+    standard_error(document_m2, count, document_squares) AS standard_error,
     documents,
+    effective_number(count, document_squares) AS effective_documents,
     minimum, maximum
 FROM internal.subset_moments
 JOIN (SELECT run_id, model FROM runs) USING (run_id)
