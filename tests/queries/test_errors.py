@@ -1,5 +1,6 @@
-"""Errors, changes, p and q of views against their definitions in numpy, over documents, and how often
-intervals and discoveries are right where the truth is known.
+"""Errors, changes, p and q of views against definitions in numpy, where documents are known.
+
+And how often intervals and discoveries are right where the truth is.
 """
 
 from __future__ import annotations
