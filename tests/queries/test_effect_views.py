@@ -4,9 +4,6 @@ change.
 
 from __future__ import annotations
 
-import asyncio
-import json
-import struct
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +16,7 @@ import headcount
 from headcount.exports.registry import Needs, export_formats
 from headcount.exports.source import choose_run
 from headcount.jobs.plan.calibration import calibration_of
-from headcount.queries.ask.asking import open_runs
-from headcount.queries.explore.query_engine import Engine
+from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import json_value, unpacked
 from headcount.queries.report.report import write_report
@@ -28,6 +24,7 @@ from headcount.schemas.errors import RunError
 from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory
 from tests.pages.browser import Page, chromium
+from tests.queries.page.test_explore_queries import Asker
 from tests.toys import toy_models as toy
 from tests.toys.commands import printed
 
@@ -56,8 +53,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "runs"
 
 
-def test_heads_are_ranked_by_the_size_of_an_effect_with_its_direct_part(runs: Path) -> None:
-    rows = open_runs(runs).records(
+@pytest.fixture(scope="module")
+def database(runs: Path) -> RunDatabase:
+    return open_runs(runs)
+
+
+@pytest.fixture(scope="module")
+def run_id(runs: Path) -> str:
+    (directory,) = runs.glob("run_id=effects-????????")
+    return directory.name.removeprefix("run_id=")
+
+
+@pytest.fixture(scope="module")
+def report(database: RunDatabase, runs: Path) -> Path:
+    write_report(database, runs.parent / "report.html")
+    return runs.parent / "report.html"
+
+
+def data_of(report: Path) -> Any:
+    return unpacked(report.read_text(encoding="utf-8"))
+
+
+def test_heads_are_ranked_by_the_size_of_an_effect_with_its_direct_part(
+    database: RunDatabase,
+) -> None:
+    rows = database.records(
         "SELECT * FROM head_effects WHERE statistic = 'effect_mean' ORDER BY rank"
     )
     assert [row["rank"] for row in rows] == list(range(1, 9))
@@ -69,8 +89,7 @@ def test_heads_are_ranked_by_the_size_of_an_effect_with_its_direct_part(runs: Pa
     assert {(row["calibration"], row["calibrated_heads"]) for row in rows} == {("in its layer", 4)}
 
 
-def test_what_calibration_measures_is_the_change_of_the_loss(runs: Path) -> None:
-    database = open_runs(runs)
+def test_what_calibration_measures_is_the_change_of_the_loss(database: RunDatabase) -> None:
     losses = {
         row["intervention"]: np.array(row["losses"])
         for row in database.records(
@@ -94,8 +113,7 @@ def test_what_calibration_measures_is_the_change_of_the_loss(runs: Path) -> None
         assert row["sequences"] == 4
 
 
-def test_agreement_is_told_by_layer_and_over_all_layers(runs: Path) -> None:
-    database = open_runs(runs)
+def test_agreement_is_told_by_layer_and_over_all_layers(database: RunDatabase) -> None:
     pairs = database.records("SELECT * FROM calibrated_effects WHERE statistic = 'effect_mean'")
     rows = database.records("SELECT * FROM effect_calibration WHERE statistic = 'effect_mean'")
     assert [row["layer"] for row in rows] == [None, 0, 1]
@@ -109,11 +127,18 @@ def test_agreement_is_told_by_layer_and_over_all_layers(runs: Path) -> None:
         assert row["same_sign"] == pytest.approx((np.sign(x) == np.sign(y)).mean())
 
 
-def test_without_calibration_effects_say_so(runs: Path) -> None:
-    (directory,) = runs.glob("run_id=effects-????????")
-    rows = open_runs(directory).records("head_effects")
+def test_without_calibration_effects_say_so_and_a_report_says_what_would_make_one(
+    runs: Path, run_id: str, tmp_path: Path
+) -> None:
+    database = open_runs(runs / f"run_id={run_id}")
+    rows = database.records("head_effects")
     assert {row["calibration"] for row in rows} == {"first order, not calibrated"}
-    assert open_runs(directory).records("effect_calibration") == []
+    assert database.records("effect_calibration") == []
+    write_report(database, tmp_path / "report.html")
+    section = data_of(tmp_path / "report.html")["sections"][f"{run_id}/none"]
+    for effect in section["effects"]["effects"]:
+        assert effect["trust"] == [f"first order, not calibrated: headcount calibrate {run_id}"] * 3
+        assert effect["pairs"] == []
 
 
 def test_a_run_without_effects_has_none_to_rank_and_none_to_calibrate(runs: Path) -> None:
@@ -136,11 +161,6 @@ def test_windows_as_long_as_the_sequences_are_no_effects_to_calibrate(
 # What people and other tools see
 
 
-def run_id_of(runs: Path) -> str:
-    (directory,) = runs.glob("run_id=effects-????????")
-    return directory.name.removeprefix("run_id=")
-
-
 def words(row: dict[str, Any]) -> str:
     spearman, slope = (f"{float(f'{row[name]:.2g}'):.4g}" for name in ("spearman", "slope"))
     where = "all layers" if row["layer"] is None else f"layer {row['layer']}"
@@ -148,10 +168,10 @@ def words(row: dict[str, Any]) -> str:
     return f"Spearman {spearman}, slope {slope} against {heads}"
 
 
-def test_a_report_says_how_far_effects_can_be_trusted(runs: Path, tmp_path: Path) -> None:
-    database, run_id = open_runs(runs), run_id_of(runs)
-    write_report(database, tmp_path / "report.html")
-    data: Any = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
+def test_a_report_says_how_far_effects_can_be_trusted(
+    database: RunDatabase, run_id: str, report: Path
+) -> None:
+    data = data_of(report)
     # A calibration comes last, without its 24 interventions.
     assert data["overview"]["runs"][0]["run_id"] == run_id
     assert data["overview"]["runs"][-1]["name"] == "effects-calibration"
@@ -180,40 +200,23 @@ def test_a_report_says_how_far_effects_can_be_trusted(runs: Path, tmp_path: Path
     assert shown_parts == [tuple(part.values()) for part in json_value(parts)]  # type: ignore[attr-defined]
 
 
-def test_a_report_without_calibration_says_what_would_make_one(runs: Path, tmp_path: Path) -> None:
-    run_id = run_id_of(runs)
-    write_report(open_runs(runs / f"run_id={run_id}"), tmp_path / "report.html")
-    data: Any = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
-    for effect in data["sections"][f"{run_id}/none"]["effects"]["effects"]:
-        assert effect["trust"] == [f"first order, not calibrated: headcount calibrate {run_id}"] * 3
-        assert effect["pairs"] == []
-
-
-def test_the_explorer_shows_the_effects_of_the_report(runs: Path, tmp_path: Path) -> None:
-    run_id = run_id_of(runs)
-    write_report(open_runs(runs), tmp_path / "report.html")
-    data: Any = unpacked((tmp_path / "report.html").read_text(encoding="utf-8"))
-
-    def asked(engine: Engine, query: dict[str, Any]) -> dict[str, Any]:
-        answer = asyncio.run(engine.ask(json.dumps(query).encode()))
-        (length,) = struct.unpack_from("<I", answer)
-        return json.loads(answer[4 : 4 + length])
-
-    with closing(Engine(str(runs))) as engine:
-        listed = asked(engine, {"kind": "overview"})["runs"]
-        answer = asked(engine, {"kind": "effects", "scope": {"run_id": run_id}})
+def test_the_explorer_shows_the_effects_of_the_report(
+    runs: Path, run_id: str, report: Path
+) -> None:
+    with closing(Asker(runs)) as ask:
+        ask.run_id = run_id
+        listed, answer = ask("overview")["runs"], ask("effects")
     assert [(run["name"], run["interventions"], run["has_effects"]) for run in listed] == [
         ("effects", ["none"], True),
         ("other", ["none"], False),
         ("effects-calibration", ["none"], False),
     ]
-    shown = data["sections"][f"{run_id}/none"]["effects"]
+    shown = data_of(report)["sections"][f"{run_id}/none"]["effects"]
     assert {name: json_value(answer[name]) for name in shown} == shown
 
 
-def test_a_card_has_the_effects_of_its_head(runs: Path) -> None:
-    database = open_runs(runs)
-    card = head_card(database, "L1H2", run_id_of(runs))
+def test_a_card_has_the_effects_of_its_head(database: RunDatabase, run_id: str) -> None:
+    card = head_card(database, "L1H2", run_id)
     rows = database.records("SELECT * FROM head_effects WHERE label = 'L1H2' ORDER BY statistic")
     assert [effect.statistic for effect in card.effects] == [row["statistic"] for row in rows]
     interventions = ["mean_head(1,2)", "stream_heads(1,3,L1H2)", "zero_head(1,2)"]
@@ -231,12 +234,13 @@ def test_a_card_has_the_effects_of_its_head(runs: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_export_of_an_effect_says_how_far_it_can_be_trusted(runs: Path) -> None:
-    run_id = run_id_of(runs)
+def test_an_export_of_an_effect_says_how_far_it_can_be_trusted(
+    runs: Path, database: RunDatabase, run_id: str
+) -> None:
     card = export_formats()["card"]
     of_effect = replace(card, needs_of=Needs(statistics=("effect_mean",)))
     columns = "layer, heads, sequences, spearman, slope"
-    rows = open_runs(runs).records(
+    rows = database.records(
         f"SELECT {columns} FROM effect_calibration WHERE statistic = 'effect_mean'"
     )
     for path, calibration in [
@@ -256,15 +260,15 @@ def test_an_export_of_an_effect_says_how_far_it_can_be_trusted(runs: Path) -> No
 
 
 @pytest.mark.long
-def test_effects_in_a_browser(runs: Path, tmp_path: Path) -> None:
-    database, run_id = open_runs(runs), run_id_of(runs)
-    write_report(database, tmp_path / "report.html")
+def test_effects_in_a_browser(
+    runs: Path, database: RunDatabase, run_id: str, report: Path, tmp_path: Path
+) -> None:
     card = head_card(database, "L1H2", run_id)
     (tmp_path / "card.html").write_text(card_html(card), encoding="utf-8")
     best = database.records("FROM head_effects WHERE statistic = 'effect_mean' AND rank = 1")[0]
     for browser in chromium(tmp_path / "chromium"):
         page = Page(browser)
-        page.open((tmp_path / "report.html").as_uri())
+        page.open(report.as_uri())
         shown = page.attributes("[data-effect]", "data-effect")
         assert shown == ["effect_mean", "effect_window_1_3", "effect_zero_magnitude"]
         rows = page.rows("[data-effect=effect_mean]")
@@ -286,7 +290,7 @@ def test_effects_in_a_browser(runs: Path, tmp_path: Path) -> None:
         )
         assert all(one.trust in in_card for one in card.effects)
         # A run without effects has no such section.
-        page.open((tmp_path / "report.html").as_uri())
+        page.open(report.as_uri())
         (other,) = runs.glob("run_id=other-*")
         page.show(f"run={other.name.removeprefix('run_id=')}")
         assert not page.find("#effects-card").is_displayed()

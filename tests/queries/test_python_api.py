@@ -231,11 +231,17 @@ def test_a_measured_model_is_left_as_it_was(toy: Path) -> None:
     output = model.eval()(TOKENS).logits.detach()
     model.train()
     model.transformer.h[0].eval()
-    before = state_of(model)
     calls.clear()
+    next(model.parameters()).requires_grad_(False)
+    before, weights = state_of(model), [*model.parameters()]
+    kept = [(weight.detach().clone(), weight.grad.clone()) for weight in weights]
     headcount.measure(model, TOKENS, STATISTICS, interventions=INTERVENTIONS)
-    headcount.measure(model, TOKENS, ["entropy"])
+    # Effects have a backward pass of their own.
+    effects = ["effect_mean", "effect_window(1,3)", "gradient_norm"]
+    headcount.measure(model, TOKENS, effects, interventions=["none", "zero_head(0,1)"])
     assert state_of(model) == before
+    assert all(torch.equal(now, then) for now, (then, _) in zip(weights, kept, strict=True))
+    assert all(torch.equal(now.grad, then) for now, (_, then) in zip(weights, kept, strict=True))
     assert calls == []
     assert torch.equal(model.eval()(TOKENS).logits, output)
     # It can still be trained, and its hooks run.

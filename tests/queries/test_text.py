@@ -6,24 +6,20 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.queries.open.connection import connect
 from headcount.schemas.errors import HeadcountError
-from headcount.workers.engine.dense_engine import DenseEngine
-from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import describe
 from headcount.workers.run_model import RunModel
+from tests.reference.reference_changes import run_changed
+from tests.reference.weights import read_weights
 from tests.toys import toy_models as toy
 from tests.toys.commands import printed
 from tests.toys.runs_here import measure_here
+from tests.toys.toy_runs import ask
 
 TEXTS = "text\nHello there!\x1b[2J and on it goes\nDer Bär ißt große Äpfel heute\n"
 
@@ -73,14 +69,15 @@ def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
     assert "|B|\\xc3|\\xa4|r|" in printed("text", run_of(home), "1")
 
 
-@pytest.mark.parametrize(
-    ("intervention", "head"), [("none", 0), ("mask_keys(0,2)", 1), ("zero_query_bias", 1)]
-)
+@pytest.mark.parametrize(("intervention", "head"), [("mask_keys(0,2)", 1), ("zero_query_bias", 0)])
 def test_the_keys_of_a_head_are_of_its_pattern(home: Path, intervention: str, head: int) -> None:
     words = ("--head", f"L0H{head}", "--intervention", intervention)
     lines = printed("text", run_of(home), "1", *words).splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("pos "))
-    pattern = whole_pattern(home, intervention)[head]
+    sql = "SELECT tokens FROM sequences WHERE sequence = 1 AND intervention = 'none'"
+    ((tokens,),) = ask(home / "runs", sql)
+    weights = read_weights(home / "bytes")
+    pattern = run_changed(weights, tokens, intervention, ()).layers[0].pattern[head]
     look_lines = lines[header + 1 :]
     assert len(look_lines) == 20
     for position, line in enumerate(look_lines):
@@ -97,25 +94,6 @@ def test_the_keys_of_a_head_are_of_its_pattern(home: Path, intervention: str, he
     assert ("not measured in this run" in lines) == (intervention == "zero_query_bias")
     if measured:
         assert float(measured["sink_mass"]) == pytest.approx(pattern[1:, 0].mean(), abs=1e-4)
-
-
-def whole_pattern(home: Path, intervention: str) -> np.ndarray:
-    """The pattern of layer 0 on sequence 1: `[head query key]`."""
-    from headcount.schemas.scans.intervention import parse_intervention
-    from headcount.workers.interventions import bind, changed_weights
-
-    model = load_model(describe(home / "bytes"), "raw", "cpu", torch.float32)
-    bound = bind(parse_intervention(intervention))
-    sql = "SELECT tokens FROM sequences WHERE sequence = 1 AND intervention = 'none'"
-    ((tokens,),) = connect(home / "runs").execute(sql).fetchall()
-    patterns: list[torch.Tensor] = []
-
-    def keep_pattern(layer: int, activations: Any) -> None:
-        patterns.append(activations["pattern"].dense())
-
-    with torch.inference_mode(), changed_weights(model, bound):
-        DenseEngine(model, bound.changes(model)).run(torch.tensor([tokens]), {}, keep_pattern)
-    return patterns[0][0].numpy()
 
 
 def test_a_model_that_moved_is_named_and_another_is_refused(home: Path, tmp_path: Path) -> None:

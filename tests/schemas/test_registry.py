@@ -16,7 +16,6 @@ from headcount.schemas.scans.values import Count, Share
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.units import Norm
 from tests.toys import toy_models as toy
-from tests.toys.refusals import refused
 
 KINDS = {kind.field: kind for kind in kinds.KINDS}
 
@@ -38,40 +37,6 @@ def test_a_text_names_a_formula(field: str, text: str, canonical: str):
     formula = KINDS[field].find(text)
     assert formula.text == canonical
     assert KINDS[field].find(canonical) == formula == KINDS[field].select([text])[0]
-
-
-@pytest.mark.parametrize(("field", "text", "line"), [
-    ("statistics", "distant_mass(4,64,1)",
-     "distant_mass takes at most sink, recent, got [4, 64, 1]"),
-    ("statistics", "distant_mass(-1)", "sink of distant_mass: expected 0 or more, got -1"),
-    ("statistics", "distant_mass(4,0)", "recent of distant_mass: expected 1 or more, got 0"),
-    ("statistics", "distant_mass(4,0.5)", "recent of distant_mass: expected an integer, got 0.5"),
-    ("statistics", "distant_mass(a)", "sink of distant_mass: expected an integer, got 'a'"),
-    ("statistics", "distant_mass(4,sink=4)", "expected each option of distant_mass once"),
-    ("statistics", "distant_mass(near=4)",
-     "unknown option of distant_mass 'near': Known: recent, sink"),
-    ("statistics", "distant_mass(4,64",
-     "expected distant_mass(4,64), with your options, got 'distant_mass(4,64'"),
-    ("statistics", "distant_mass(sink=4,64)",
-     "expected distant_mass(4,64), with your options, got 'distant_mass(sink=4,64)'"),
-    ("statistics", "distant_mass(4)+entropy",
-     "expected distant_mass(4,64), with your options, got 'distant_mass(4)+entropy'"),
-    ("statistics", "labelled_key_mass(3)", "keys of labelled_key_mass: expected a string, got 3"),
-    ("statistics", "labelled_key_mass(A)",
-     "keys of labelled_key_mass: expected text that matches ^[a-z][a-z0-9_]*$, got 'A'"),
-    ("statistics", "entropy(1)", "entropy takes no options, got [1]"),
-    ("statistics", "distant_mas(4)",
-     "unknown statistic 'distant_mas': did you mean 'distant_mass'? Known: …"),
-    ("profiles", "attention",
-     "unknown profile 'attention': did you mean 'attention_by_lag'? Known: …"),
-    ("profiles", "attention_by_lag(1)", "attention_by_lag takes no options, got [1]"),
-    ("predictions", "los", "unknown prediction 'los': did you mean 'loss'? Known: …"),
-    ("weight_statistics", "", "unknown weight statistic '': Known: …"),
-])  # fmt: skip
-def test_a_text_that_names_nothing_is_one_line(field: str, text: str, line: str):
-    expected, cut, _ = f"{field}: {line}".partition("…")
-    found = refused(ScanError, KINDS[field].find, text)
-    assert found == expected if not cut else found.startswith(expected)
 
 
 def test_every_wrong_option_of_an_entry_is_a_line():
@@ -114,20 +79,6 @@ def test_one_choice_is_one_text_and_so_one_run(names: Any, canonical: Any):
     again = toy.toy_scan(statistics=canonical if isinstance(canonical, str) else list(canonical))
     assert again.fingerprint == scan.fingerprint
     assert again.formulas(STATISTICS) == scan.formulas(STATISTICS)
-
-
-@pytest.mark.parametrize(("names", "line"), [
-    (["standard", "standard"],
-     "expected at least one name, each once, got ['standard', 'standard']"),
-    (["distant_mass", "distant_mass(4,64)"],
-     "expected at least one name, each once, got ['distant_mass(4,64)', 'distant_mass(4,64)']"),
-    (["labelled_key_mass(a_b,c)", "labelled_key_mass(a,b_c)"],
-     "labelled_key_mass(a_b,c) and labelled_key_mass(a,b_c) would have one column, "
-     "labelled_key_mass_a_b_c; leave one of them out"),
-])  # fmt: skip
-def test_names_that_do_not_go_together_are_one_line(names: list[str], line: str):
-    told = refused(ScanError, lambda: toy.toy_scan(statistics=names))
-    assert told == f"statistics: {line}"
 
 
 def test_a_choice_of_options_is_a_column_of_its_own():

@@ -412,6 +412,7 @@ def test_a_driver_goes_on_when_a_head_that_keeps_its_state_is_started_again(
     assert done_shards(replan(run)) == list(range(60))
 
 
+@pytest.mark.long
 def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
     model = toy.save_byte_model(tmp_path / "bytes")
     (tmp_path / "a.jsonl").write_text('{"text": "abcdefghijklmnop"}\n')

@@ -430,12 +430,16 @@ def test_a_bookmark_opens_all_that_was_chosen_and_back_takes_it_back(page: Page)
 @pytest.mark.long
 def test_what_only_a_server_has_and_is_not_here_is_said(page: Page) -> None:
     assert not page.find("#absent").is_displayed()
-    page.run("location.hash = arguments[0]", "run=x&layers=1-7&subset=x&brush=y:1-3")
+    page.run(
+        "location.hash = arguments[0]",
+        "run=x&layers=1-7&subset=x&with=a/b&head=L9H0&statistic=s&brush=y:1-3",
+    )
     page.wait()
     assert page.text("#absent") == (
         f"run x is not here, {HOSTILE_RUN} is shown; subset x is not here, all of the input is "
-        "shown; layers 1 to 7 is not here, every layer is shown; brush y is not here, every value "
-        "is shown."
+        "shown; layers 1 to 7 is not here, every layer is shown; with a/b is not here, no "
+        "comparison is shown; head L9H0 is not here, the head with the largest mean is shown; "
+        "statistic s is not here, sink_mass is shown; brush y is not here, every value is shown."
     )
     page.run("location.hash = 'head=first'")
     page.wait()

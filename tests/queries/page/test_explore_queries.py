@@ -626,19 +626,6 @@ def test_a_cut_file_leaves_every_answer(runs: Path, tmp_path: Path, open_at: Ope
         asker("heatmap", statistic="entropy")
 
 
-def test_rows_are_checked_when_read(compacted: Path, tmp_path: Path, open_at: Opener) -> None:
-    file = next(copy_of(compacted, tmp_path).glob(f"*/{MERGED}"))
-    content = file.read_bytes()
-    file.write_bytes(content[:4] + bytes(100) + content[104:])
-    asker = open_at(tmp_path)
-    # Its roll-ups are whole. They are shown before anybody has read 12 GB of rows.
-    assert (sink_count(asker), asker("overview")["damage"]) == (SEQUENCES, [])
-    (counts,) = asker("histograms", **SINK_HISTOGRAM)["arrays"]
-    assert counts.sum() == LEFT
-    (line,) = asker("overview")["damage"]
-    assert "is left out of every view" in line
-
-
 # Samples of large runs
 
 STRIDE = 16

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         "bitnet",  # norms what its attention writes
         # Rotates in a function of its own, and TransformerLens shows nothing of it.
         "codegen",
-        "gptj",
+        pytest.param("gptj", marks=pytest.mark.long),
         # TransformerLens shows scores that are not those behind its pattern.
         "modernbert-decoder",
     ],

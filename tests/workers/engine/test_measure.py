@@ -92,7 +92,7 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
     ids = dict(zip(("low", "high"), ranges.get(model, ()), strict=False))
 
     def measure(**options: Any) -> dict[str, np.ndarray]:
-        fields = {"model": f"bundled:{model}", "n_ctx": 51, "sequences": 128, "seed": 7}
+        fields = {"model": f"bundled:{model}", "n_ctx": 51, "sequences": 64, "seed": 7}
         scan = toy.toy_scan(**fields, input=options | ids | {"distinct": True})
         measured = Replica(info, scan).measure(Sequences(scan, info).shard(0).tokens)
         return {name: values.mean(0) for name, values in measured.heads.items()}

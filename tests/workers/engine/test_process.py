@@ -71,6 +71,7 @@ def test_a_process_is_prepared_once_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings() == before
 
 
+@pytest.mark.long
 def test_libraries_that_are_imported_later_are_as_quiet() -> None:
     script = """
 import json, sys

@@ -214,12 +214,6 @@ def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory, is_shortened
     assert "shards 0 to 1: rollups/intervention=none/merged-000000-000001-" in line
     assert line.endswith(f"headcount compact {run.path} writes it again")
     check_summaries(database)
-    # The command that the line names mends it.
-    compact(run, PAIRS)
-    database = open_runs(run.path)
-    check_summaries(database)
-    assert database.damage() == []
-    assert not database.rows("FROM internal.unrolled_heads")
 
 
 def test_merged_shards_are_left_out_together(tmp_path: Path) -> None:
