@@ -49,12 +49,10 @@ class ExportSource:
     """One run, and the options with which a format is made of it."""
 
     database: RunDatabase
-    run: Mapping[str, Any]
-    """The run's row in the view `runs`."""
+    run: Mapping[str, Any]  # the run's row in the view `runs`
     format: ExportFormat
     options: Options
-    destination: Place
-    """Where the file or folder will be, for formats that depend on its name."""
+    destination: Place  # where the file or folder will be, for formats that depend on its name
     baseline: ExportSource | None = None
     """The second run, if the format needs one (`Needs.baseline`)."""
     split: tuple[int, int] | None = None

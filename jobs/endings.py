@@ -71,14 +71,11 @@ class _ProcessState:
 
     is_a_command = False
     """Whether this process runs a command of ours, and is no notebook or other program."""
-    stop_signal: int | None = None
-    """The signal that asked this process to end; none if none did."""
-    has_children = False
-    """Whether this process has started others, which must be ended with it."""
+    stop_signal: int | None = None  # the signal that asked this process to end; none if none did
+    has_children = False  # whether this process has started others, which must be ended with it
     work: Literal["idle", "in hand", "finishing"] | None = None
     """What a block has in hand that can finish it before the process ends; none outside of one."""
-    time_limit: threading.Timer | None = None
-    """Ends the work in hand if it takes too long."""
+    time_limit: threading.Timer | None = None  # ends the work in hand if it takes too long
 
 
 @contextlib.contextmanager

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-LONGEST_NAME = 200
-"""Characters of an unknown name that an error repeats."""
+LONGEST_NAME = 200  # characters of an unknown name that an error repeats
 
 
 class HeadcountError(Exception):

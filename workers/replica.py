@@ -85,8 +85,7 @@ class Replica:
             # Now, because a pass that boots it would last seconds longer than the others.
             self.model.boot_bridge()
         self.settlement = settle(self.model, scan, self.device)
-        self.depth = scan.depth(self.model.info)
-        """How many layers a forward pass goes through."""
+        self.depth = scan.depth(self.model.info)  # how many layers a forward pass goes through
         # Without the formulas that such a model does not have.
         existing = {
             kind.field: [each for each in scan.formulas(kind) if each.exists(self.model.rotary)]
@@ -271,14 +270,11 @@ class _Sequences(NamedTuple):
     """Sequences to measure `[sequence pos]`, with what belongs to each."""
 
     tokens: np.ndarray
-    masks: Mapping[str, np.ndarray]
-    """Where each label stands, by label."""
-    partner: np.ndarray | None
-    """Their partners, if the intervention needs them."""
+    masks: Mapping[str, np.ndarray]  # where each label stands, by label
+    partner: np.ndarray | None  # their partners, if the intervention needs them
     untouched: Tensor | None
     """`final_stream` of the untouched model `[sequence d_model]`, if predictions read it."""
-    final_streams: list[Tensor]
-    """Takes the `final_stream` of each batch."""
+    final_streams: list[Tensor]  # takes the `final_stream` of each batch
 
 
 def resolve_device(device: str) -> str:
@@ -318,8 +314,7 @@ FIRST_TOKENS = {"cpu": 2048, "cuda": 16384}
 MOST_TOKENS = {"cpu": 16384, "cuda": 1 << 20}
 """No batch is larger: a CPU gains nothing, and its memory is not ours alone."""
 
-REQUIRED_GAIN = 1.05
-"""A larger batch has to be this much faster to be used."""
+REQUIRED_GAIN = 1.05  # a larger batch has to be this much faster to be used
 
 TRIALS = 2
 """Passes of each size while sizes are compared. The first one is slower, as it lays out memory."""

@@ -43,13 +43,10 @@ class MeasuredShard:
     """A shard's measurements by intervention, and the time they took."""
 
     input: ShardInput
-    measured: dict[str, InterventionMeasurements]
-    """By intervention, in the order of the scan."""
+    measured: dict[str, InterventionMeasurements]  # by intervention, in the order of the scan
     seconds: float
-    idle_seconds: float
-    """How long the replica had waited for this shard."""
-    device: str
-    """What it was computed on."""
+    idle_seconds: float  # how long the replica had waited for this shard
+    device: str  # what it was computed on
     tables_of_run: dict[str, pa.Table]
     """Rows of the tables that are written once in a run, with shard 0."""
 

@@ -17,8 +17,7 @@ from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import reason
 
-LARGEST_E4M3 = 448.0
-"""The largest number of the format float8_e4m3fn."""
+LARGEST_E4M3 = 448.0  # the largest number of the format float8_e4m3fn
 
 STATISTICS = {"q": "query_absmax", "k": "key_absmax", "v": "value_absmax"}
 """The statistic that each scale is made of."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-INTERPRETER = "HEADCOUNT_PYTHON"
-"""The variable that holds the path of the Python that runs Ray."""
+INTERPRETER = "HEADCOUNT_PYTHON"  # the variable that holds the path of the Python that runs Ray
 
 
 def make_interpreter_known() -> None:

@@ -49,11 +49,8 @@ cores each, so most of these workers would import Ray and then have nothing to d
 START_SECONDS = 60.0
 """Give up if Ray does not start on this machine in this time. It takes 2 s on an idle machine."""
 
-JOIN_SECONDS = 30.0
-"""Give up if a cluster's head does not answer in this time."""
-
-CONNECT_SECONDS = 10.0
-"""Give up if a machine does not accept a connection in this time."""
+JOIN_SECONDS = 30.0  # give up if a cluster's head does not answer in this time
+CONNECT_SECONDS = 10.0  # give up if a machine does not accept a connection in this time
 
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Variable of Ray: it ends a process that has no head for so many seconds. KubeRay sets it if a new
@@ -63,11 +60,8 @@ head goes on with what the old one knew.
 HEAD_SECONDS = 10.0
 """A command without that variable ends after so many seconds without a head. Ray takes 60."""
 
-WATCH_SECONDS = 1.0
-"""Seconds between two looks at whether Ray is there."""
-
-PROBE_SECONDS = 2.0
-"""A process of Ray that does not accept a connection in this time is gone."""
+WATCH_SECONDS = 1.0  # seconds between two looks at whether Ray is there
+PROBE_SECONDS = 2.0  # a process of Ray that does not accept a connection in this time is gone
 
 FIRST_COMMIT = "the first shard is committed"
 OF_LACK = ("waiting for a machine", "waiting for one")

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer(rich_markup_mode=None)
 
-SILENCE_SECONDS = 10.0
-"""Say so if a store has not answered for this long."""
+SILENCE_SECONDS = 10.0  # say so if a store has not answered for this long
 
 SENTENCE_END = re.compile(r"(?<![. ])\. ")
 """A point and a space, which are no part of a range such as `low .. high`."""

@@ -26,8 +26,7 @@ CorporaOption = Annotated[
 ]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="The store's key; its beginning will do.")]
 
-DEFAULT = "runs/corpora"
-"""Where token stores lie unless a scan says something else."""
+DEFAULT = "runs/corpora"  # where token stores lie unless a scan says something else
 
 
 commands = typer.Typer(

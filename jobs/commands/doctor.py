@@ -24,22 +24,16 @@ if TYPE_CHECKING:
     from headcount.workers.engine.kernel.sweep_kernel import Sweep
     from headcount.workers.replica import Replica
 
-READING = ("duckdb", "pyarrow", "numpy", "pydantic")
-"""Libraries that are always installed."""
+READING = ("duckdb", "pyarrow", "numpy", "pydantic")  # libraries that are always installed
 
 MEASURING = ("torch", "transformer_lens", "transformers", "tokenizers", "ray", "datasets")
 """Libraries of the extra `scan`."""
 
 INSTALL = "in headcount's folder, run: pip install -e '.[scan]'"
 
-DRIFT = 1e-5
-"""Largest difference that is allowed between the two engines on a probability."""
-
-MEMORY = 4e9
-"""Bytes of memory that a scan with Ray needs."""
-
-DISK = 1e9
-"""Bytes of disk that a small run and Ray's files need."""
+DRIFT = 1e-5  # largest difference that is allowed between the two engines on a probability
+MEMORY = 4e9  # bytes of memory that a scan with Ray needs
+DISK = 1e9  # bytes of disk that a small run and Ray's files need
 
 
 @dataclass(frozen=True)
@@ -48,10 +42,8 @@ class Check:
 
     name: str
     ok: bool
-    result: str
-    """What was found, in words."""
-    advice: str = ""
-    """What to do if it is not ok."""
+    result: str  # what was found, in words
+    advice: str = ""  # what to do if it is not ok
 
 
 def check_kernel(

@@ -20,8 +20,7 @@ from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_we
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
 
-TRIAL_TOKENS = 16
-"""Tokens of the sequences that are measured as a trial."""
+TRIAL_TOKENS = 16  # tokens of the sequences that are measured as a trial
 
 
 def report_model(name: str) -> Iterator[tuple[str, str]]:

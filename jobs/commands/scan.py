@@ -43,11 +43,8 @@ if TYPE_CHECKING:
 
 commands = typer.Typer(rich_markup_mode=None)
 
-FIRST_SCAN = PACKAGE / "jobs" / "scans" / "first.toml"
-"""What `init` writes."""
-
-MOST_BAD_ROWS = 5
-"""Bad rows that are named; the others are counted."""
+FIRST_SCAN = PACKAGE / "jobs" / "scans" / "first.toml"  # what `init` writes
+MOST_BAD_ROWS = 5  # bad rows that are named; the others are counted
 
 
 @commands.command()

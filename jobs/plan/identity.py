@@ -23,8 +23,7 @@ from headcount.schemas.files.places import names, reason
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
 from headcount.schemas.scans.kinds import WORDS
 
-FILE_OPTIONS = ("files", "text")
-"""Options of input families that name files."""
+FILE_OPTIONS = ("files", "text")  # options of input families that name files
 
 LIBRARIES = (
     "torch", "transformers", "transformer_lens", "ray", "pyarrow", "datasets", "tokenizers",

@@ -54,19 +54,15 @@ SETTABLE = (*REMEMBERED, *PLACES)
 class Plan:
     """A scan with every default resolved, its input known, and the run that it makes."""
 
-    scan: Scan
-    """Its `sequences` are those of the run, which may have more than were asked for."""
+    scan: Scan  # its `sequences` are those of the run, which may have more than were asked for
     info: ModelInfo
     sequences: Sequences
     run: RunDirectory
-    manifest: Manifest
-    """As it will be when the run continues."""
+    manifest: Manifest  # as it will be when the run continues
     previous_manifest: Manifest | None
     """As it lies in the run's directory now; none if the run has not begun."""
-    code: str
-    """Fingerprint of the code here, which may differ from the code that began the run."""
-    requested_sequences: int
-    """How many sequences were asked for; the run may have more."""
+    code: str  # fingerprint of the code here, which may differ from the code that began the run
+    requested_sequences: int  # how many sequences were asked for; the run may have more
     corpus: RunCorpus | None = None
     """What the run keeps of its corpus; none if it has none, or if it is only estimated."""
     has_new_index: bool = False

@@ -29,8 +29,7 @@ class ScanOfCheckpoint:
     """One of the scans that a scan file means."""
 
     file: Path
-    overrides: tuple[str, ...]
-    """What was set, and which checkpoint this is."""
+    overrides: tuple[str, ...]  # what was set, and which checkpoint this is
     scan: Scan
 
     @property

@@ -51,11 +51,8 @@ from headcount.workers.shard import committed_shard, failure_of, note_failure, r
 MOST_FAILURES = 20
 """Stop a run after so many shards in a row could not be measured: the cause is not in them."""
 
-MOST_UNWRITTEN = 3
-"""The same if they were measured, and the disk or the store did not take them."""
-
-FAILURES_SHOWN = 10
-"""Failures that are said one by one at the end. A full disk may cause hundreds."""
+MOST_UNWRITTEN = 3  # the same if they were measured, and the disk or the store did not take them
+FAILURES_SHOWN = 10  # Failures that are said one by one at the end. A full disk may cause hundreds.
 
 
 def run_to_end(

@@ -17,8 +17,7 @@ from headcount.schemas.files.commit import Commit, Failure
 Show = Callable[[str, float | None], None]
 """Shows words, and the share that is done; None if nobody knows how much there is."""
 
-QUIET_SECONDS = 10.0
-"""Seconds between two lines if the console is not a terminal."""
+QUIET_SECONDS = 10.0  # seconds between two lines if the console is not a terminal
 
 
 def show_progress(
@@ -100,8 +99,7 @@ class WholeProgress:
     """How far several runs are that one command measures, one after the other."""
 
     def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        """Tokens that the command has to measure, over all runs."""
+        self.tokens = tokens  # tokens that the command has to measure, over all runs
         self.measured = 0
         self.began = time.monotonic()
 

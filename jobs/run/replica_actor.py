@@ -38,8 +38,7 @@ from headcount.workers.shard import (
     note_failure,
 )
 
-DEPTH = 3
-"""Shards that a replica works at: one is read, one is measured, one is written."""
+DEPTH = 3  # shards that a replica works at: one is read, one is measured, one is written
 
 CALLS = DEPTH + 2
 """Calls that an actor runs at once: its shards, the wait for a notice, and one short call."""
@@ -48,8 +47,7 @@ CALLS = DEPTH + 2
 class ReplicaPlace(NamedTuple):
     """Where a replica runs."""
 
-    node_id: str
-    """As Ray knows the node."""
+    node_id: str  # as Ray knows the node
     host: str
 
 

@@ -78,8 +78,7 @@ A query that began before reads them, and another compaction may be about to nam
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
-Tell = Callable[[str], None]
-"""Takes a line for the user."""
+Tell = Callable[[str], None]  # takes a line for the user
 
 
 class Size(NamedTuple):

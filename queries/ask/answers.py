@@ -17,11 +17,8 @@ from headcount.queries.ask.mistakes import explained, query_error
 from headcount.queries.open.connection import hold_to_commits, is_of_gone_file, view_descriptions
 from headcount.schemas.errors import QueryError, unknown
 
-BATCH_ROWS = 10_000
-"""Rows that DuckDB hands over at once."""
-
-ATTEMPTS = 20
-"""How often a query is asked whose files are merged before it has read them."""
+BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
+ATTEMPTS = 20  # how often a query is asked whose files are merged before it has read them
 
 INTERRUPTS = 300
 """How often a query is interrupted before it is given up, a tenth of a second apart."""
@@ -85,8 +82,7 @@ class Answer:
 
     patience: Patience
     reader: pa.RecordBatchReader
-    schema: pa.Schema
-    """Names and types of the columns."""
+    schema: pa.Schema  # names and types of the columns
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     """Metadata of columns, by name, for files that carry some."""
     change: Callable[[pa.RecordBatch], pa.RecordBatch] | None = None

@@ -26,8 +26,7 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import Place
 
 Row: TypeAlias = tuple[Any, ...]
-Record: TypeAlias = dict[str, Any]
-"""A row by the names of its columns."""
+Record: TypeAlias = dict[str, Any]  # a row by the names of its columns
 
 NO_VIEWS: Mapping[str, str] = {}
 

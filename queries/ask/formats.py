@@ -36,8 +36,7 @@ SUFFIXES: dict[str, Format] = {
 }
 """The format that the name of a file asks for."""
 
-TOKENS_COLUMN = "tokens"
-"""The column that `write_tokens_as_text` writes as text."""
+TOKENS_COLUMN = "tokens"  # the column that `write_tokens_as_text` writes as text
 
 UNSAFE_IN_TERMINALS = re.compile(
     "[\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"

@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 commands = typer.Typer(rich_markup_mode=None)
 
 
-TIMEOUT = 600.0
-"""Seconds after which a query is given up by default."""
-
-MANY_RUNS = 3
-"""If more runs are not complete, one line speaks of all of them."""
+TIMEOUT = 600.0  # seconds after which a query is given up by default
+MANY_RUNS = 3  # if more runs are not complete, one line speaks of all of them
 
 RunsArgument = Annotated[
     str,

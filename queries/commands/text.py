@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer(rich_markup_mode=None)
 
-WIDTH = 100
-"""Characters of a line by default."""
+WIDTH = 100  # characters of a line by default
 
 
 @commands.command()

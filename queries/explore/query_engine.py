@@ -39,8 +39,7 @@ from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.scans.values import EXPECTED, wrong_value
 from headcount.workers.run_model import RunModels
 
-DEADLINE = 20.0
-"""Seconds after which a query is given up by default."""
+DEADLINE = 20.0  # seconds after which a query is given up by default
 
 FRESH_SECONDS = 2.0
 """A page that asks for the runs within this time gets them as they were looked at last."""
@@ -48,20 +47,11 @@ FRESH_SECONDS = 2.0
 INTERRUPT_SECONDS = 0.02
 """Time between two interrupts. One that comes before a statement has begun is lost."""
 
-CLOSING_SECONDS = 5.0
-"""Seconds in which running queries are stopped when the server ends."""
-
-THREADS = 2
-"""Queries of the page that are answered at once. DuckDB uses all cores for each."""
-
-MOST_ROWS = 1_000
-"""Rows that the page shows of an answer in SQL."""
-
-MOST_CHARACTERS = 1_000
-"""Characters that the page shows of a value."""
-
-MOST_BYTES = 8 * 2**20
-"""Bytes of rows that are read of an answer in SQL."""
+CLOSING_SECONDS = 5.0  # seconds in which running queries are stopped when the server ends
+THREADS = 2  # Queries of the page that are answered at once. DuckDB uses all cores for each.
+MOST_ROWS = 1_000  # rows that the page shows of an answer in SQL
+MOST_CHARACTERS = 1_000  # characters that the page shows of a value
+MOST_BYTES = 8 * 2**20  # bytes of rows that are read of an answer in SQL
 
 T = TypeVar("T")
 
@@ -83,8 +73,7 @@ class Sql(BaseModel):
 
 Asked = Annotated[PageQuery | Attention | Overview | Sql, Field(discriminator="kind")]
 
-ASKED: TypeAdapter[Query | Overview | Sql] = TypeAdapter(Asked)
-"""Reads whatever the page may ask."""
+ASKED: TypeAdapter[Query | Overview | Sql] = TypeAdapter(Asked)  # reads whatever the page may ask
 
 
 class Engine:
@@ -382,14 +371,9 @@ def _cell(value: object) -> object:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
 
 
-MOST_ANSWERS = 256
-"""Answers that are kept."""
-
-MOST_KEPT_BYTES = 64 * 2**20
-"""Bytes of all answers that are kept."""
-
-Compute = Callable[[], Coroutine[Any, Any, bytes]]
-"""Computes an answer."""
+MOST_ANSWERS = 256  # answers that are kept
+MOST_KEPT_BYTES = 64 * 2**20  # bytes of all answers that are kept
+Compute = Callable[[], Coroutine[Any, Any, bytes]]  # computes an answer
 
 
 class AnswerCache:

@@ -15,8 +15,7 @@ from headcount.schemas.scans.kinds import KINDS, TABLES
 SAME_RANGE = ("mean_", "max_", "uniform_")
 """Prefixes of columns that have the range of the column that they sum up."""
 
-Facts = dict[str, dict[str, str]]
-"""Description, unit, range and source, by name of the column."""
+Facts = dict[str, dict[str, str]]  # description, unit, range and source, by name of the column
 
 
 def views_read(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:

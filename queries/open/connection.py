@@ -57,8 +57,7 @@ AT_AN_END = """
 """Whether a document may go on in sequences that are not among these. `internal.documents` has the
 document of each sequence, or NULL if it has no other: most queries need no group for it."""
 
-MEMORY = "50%"
-"""Memory that a query may take. What needs more goes to the temporary directory."""
+MEMORY = "50%"  # Memory that a query may take. What needs more goes to the temporary directory.
 
 MEMORY_SIZE = re.compile(r"(?=.*[1-9])(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)", re.IGNORECASE)
 """A size that is not zero, and its unit."""
@@ -77,8 +76,7 @@ class OpenedRuns:
     """The runs that a connection reads, without what was found damaged so far."""
 
     runs: list[Run]
-    left_out: list[str]
-    """For each run that cannot be read at all, why."""
+    left_out: list[str]  # for each run that cannot be read at all, why
     tell: Tell
     shipped: ShippedViews = field(default_factory=lambda: ShippedViews({}))
     """The named queries, whose views are made when a query names them."""

@@ -53,8 +53,7 @@ class MeasuredStatistic:
 
     name: str
     axis: Axis
-    run_ids: tuple[str, ...] | None
-    """The runs that measured it. None if all did."""
+    run_ids: tuple[str, ...] | None  # The runs that measured it. None if all did.
 
     @property
     def value(self) -> str:

@@ -24,10 +24,8 @@ class Run:
 
     directory: RunDirectory
     manifest: Manifest
-    commit_log: pa.Table
-    """One row per commit, in shard order."""
-    code: str | None
-    """Only shards that this code measured are read. None reads all."""
+    commit_log: pa.Table  # one row per commit, in shard order
+    code: str | None  # Only shards that this code measured are read. None reads all.
     damaged: list[Damage]
     """Committed files that are not as committed. The caller decides whether to tell the user."""
 
@@ -109,8 +107,7 @@ def _shards_of(damaged: list[Damage]) -> list[int]:
     return [shard for damage in damaged for shard in damage.shards]
 
 
-READINGS = 20
-"""How often a run is read whose shards are merged meanwhile."""
+READINGS = 20  # how often a run is read whose shards are merged meanwhile
 
 
 def read_run(directory: RunDirectory, code: str | None) -> Run:

@@ -29,13 +29,10 @@ class _Read:
     """A run as it was read."""
 
     run: Run
-    folders: list[str]
-    """The directories of its data files."""
+    folders: list[str]  # the directories of its data files
     state: State
-    first_seen: float
-    """When this state was seen first, on a clock that only goes forward."""
-    is_settled: bool
-    """Whether it was read so late that whatever is written now has another state."""
+    first_seen: float  # when this state was seen first, on a clock that only goes forward
+    is_settled: bool  # whether it was read so late that whatever is written now has another state
 
 
 class RunMemory:

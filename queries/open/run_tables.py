@@ -22,8 +22,7 @@ from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
 """How the names of checkpoints tell their step, in the libraries that write them."""
 
-LONGEST_STEP = 15
-"""Digits of the largest number that is taken for a step."""
+LONGEST_STEP = 15  # digits of the largest number that is taken for a step
 
 
 def _schema(table: str) -> pa.Schema:

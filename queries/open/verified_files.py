@@ -31,8 +31,7 @@ from headcount.schemas.files.damage import (
 from headcount.schemas.files.places import stats
 from headcount.schemas.files.run_directory import pc
 
-KEY_BYTES = 16
-"""Bytes of a key."""
+KEY_BYTES = 16  # bytes of a key
 
 CLOCK_TICK_SECONDS = 2.0
 """Seconds after its last change before a file is remembered.
@@ -40,11 +39,8 @@ CLOCK_TICK_SECONDS = 2.0
 Clocks of file systems tick: within a tick a file may change again and look the same.
 """
 
-SECONDS_BEFORE_NOTICE = 2.0
-"""Seconds of reading after which the user is told what takes so long."""
-
-Tell = Callable[[str], None]
-"""Called with a line for the user."""
+SECONDS_BEFORE_NOTICE = 2.0  # seconds of reading after which the user is told what takes so long
+Tell = Callable[[str], None]  # called with a line for the user
 
 
 def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:

@@ -15,14 +15,9 @@ from headcount.schemas.errors import HeadcountError
 from headcount.schemas.scans.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
-MOST, LEAST = 3, 1
-"""Sequences of each kind that a card shows."""
-
-EXCERPT_TOKENS = 44
-"""Tokens of an excerpt."""
-
-TOKENS_BEFORE_MARK = 14
-"""Tokens of an excerpt that stand before the first marked one."""
+MOST, LEAST = 3, 1  # sequences of each kind that a card shows
+EXCERPT_TOKENS = 44  # tokens of an excerpt
+TOKENS_BEFORE_MARK = 14  # tokens of an excerpt that stand before the first marked one
 
 EXAMPLE_STATISTICS = (
     "sink_mass",
@@ -35,14 +30,12 @@ EXAMPLE_STATISTICS = (
 
 MOST_EXAMPLE_STATISTICS = 4
 
-RECEIVED = "attention_received_by_key"
-"""The curve that says which token receives attention."""
+RECEIVED = "attention_received_by_key"  # the curve that says which token receives attention
 
 NO_TOKENIZER = "Tokens are shown as numbers: the tokenizer of the run was not at hand."
 """The error itself would tell readers of a page about the places on a machine."""
 
-HeadKey: TypeAlias = tuple[str, int, int]
-"""A statistic, a layer and a head."""
+HeadKey: TypeAlias = tuple[str, int, int]  # a statistic, a layer and a head
 
 
 @dataclass
@@ -51,14 +44,10 @@ class Excerpt:
 
     sequence: int
     value: float
-    start: int
-    """Position of its first token in the sequence."""
-    length: int
-    """Tokens of the whole sequence."""
-    tokens: list[str]
-    """Text of each token, or its number if no tokenizer is at hand."""
-    marked: list[int]
-    """Indices of the tokens that the statistic is about."""
+    start: int  # position of its first token in the sequence
+    length: int  # tokens of the whole sequence
+    tokens: list[str]  # text of each token, or its number if no tokenizer is at hand
+    marked: list[int]  # indices of the tokens that the statistic is about
     weights: list[float] | None
     """Attention that each token receives. None if the run did not measure it."""
     pile_set_name: str | None
@@ -70,8 +59,7 @@ class Examples:
 
     most: dict[HeadKey, list[Excerpt]] = field(default_factory=dict[HeadKey, list[Excerpt]])
     least: dict[HeadKey, list[Excerpt]] = field(default_factory=dict[HeadKey, list[Excerpt]])
-    note: str = ""
-    """Why tokens are numbers. Empty if they are text."""
+    note: str = ""  # Why tokens are numbers. Empty if they are text.
 
 
 def example_statistics(measured: Iterable[str]) -> list[str]:

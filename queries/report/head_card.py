@@ -34,20 +34,15 @@ class CardStatistic:
     formula: str
     unit: str
     mean: float | None
-    standard_error: float | None
-    """Over documents."""
+    standard_error: float | None  # over documents
     documents: int
     minimum: float | None
     maximum: float | None
-    count: int
-    """Sequences on which it is defined."""
+    count: int  # sequences on which it is defined
     undefined: int
-    uniform_baseline: float | None
-    """What uniform attention would score on the same sequences."""
-    percentile: float | None
-    """Share of the other heads of the run with a smaller mean, in percent."""
-    change: float | None
-    """Mean change from the untouched model. None without an intervention."""
+    uniform_baseline: float | None  # what uniform attention would score on the same sequences
+    percentile: float | None  # share of the other heads of the run with a smaller mean, in percent
+    change: float | None  # Mean change from the untouched model. None without an intervention.
     change_error: float | None
 
 
@@ -59,16 +54,14 @@ class CardEffect:
     intervention: str
     effect: float
     standard_error: float | None
-    q: float | None
-    """How sure it is not 0, over all heads."""
+    q: float | None  # how sure it is not 0, over all heads
     direct: float | None
     """The part that reaches the logits without passing a later layer. None if it was not
     measured.
     """
     direct_error: float | None
     indirect: float | None
-    trust: str
-    """How it agrees with measured interventions."""
+    trust: str  # how it agrees with measured interventions
 
 
 @dataclass(frozen=True)
@@ -101,23 +94,18 @@ class HeadCard:
     model: str
     intervention: str
     input_family: str
-    sequences: int
-    """Sequences of the shards that are done."""
+    sequences: int  # sequences of the shards that are done
     n_ctx: int
-    heads: int
-    """Heads that were measured: what percentiles are among."""
+    heads: int  # heads that were measured: what percentiles are among
     statistics: list[CardStatistic]
-    distributions: dict[str, CardDistribution]
-    """By statistic."""
+    distributions: dict[str, CardDistribution]  # by statistic
     subsets: dict[str, list[CardSubset]]
     """By statistic. Empty if the input has no subsets of the Pile."""
     curves: list[HeadCurve]
     effects: list[CardEffect]
-    most: dict[str, list[Excerpt]]
-    """By statistic, the sequences in which the head is most active."""
+    most: dict[str, list[Excerpt]]  # by statistic, the sequences in which the head is most active
     least: dict[str, list[Excerpt]]
-    note: str
-    """Why tokens are numbers. Empty if they are text."""
+    note: str  # Why tokens are numbers. Empty if they are text.
 
     def statistic(self, name: str) -> CardStatistic:
         """One statistic by its name."""

@@ -49,14 +49,12 @@ if TYPE_CHECKING:
 
     from headcount.workers.run_model import RunModels
 
-LABELLED_HEADS = 10
-"""Heads of a scatter plot that may have a label."""
+LABELLED_HEADS = 10  # heads of a scatter plot that may have a label
 
 MOST_DETAILED_CELLS = 60_000
 """Heads times statistics, over all sections, whose distributions and subsets fit into one file."""
 
-MOST_EXCERPTS = 2_400
-"""Excerpts of texts in one file."""
+MOST_EXCERPTS = 2_400  # excerpts of texts in one file
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ class Detail:
     """How much of each section one file can hold."""
 
     distributions: bool
-    heads_with_examples: int
-    """Heads of each statistic whose sequences are shown."""
+    heads_with_examples: int  # heads of each statistic whose sequences are shown
 
 
 def write_report(database: RunDatabase, output: Path, models: RunModels | None = None) -> None:

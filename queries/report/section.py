@@ -41,8 +41,7 @@ NUMBERS = (*MEANS, *COUNTS)
 Numbers: TypeAlias = dict[str, Array]
 """By column, [statistic layer head]: MEANS are NaN where they are undefined, COUNTS are uint32."""
 
-MOST_BINS = 40
-"""Bins of a histogram in a page. Finer ones are added up."""
+MOST_BINS = 40  # Bins of a histogram in a page. Finer ones are added up.
 
 
 @dataclass
@@ -50,10 +49,8 @@ class Histograms:
     """How many sequences have a value in each bin, for all heads of a section."""
 
     edges: list[float]
-    is_even: bool
-    """Whether all bins have the same width."""
-    counts: Array
-    """By bin, layer and head."""
+    is_even: bool  # whether all bins have the same width
+    counts: Array  # by bin, layer and head
 
     def groups_of(self, head: Head) -> tuple[int, int, list[int]]:
         """The histogram of one head: its first bin, how many bins are added up, and the sums.
@@ -80,20 +77,16 @@ class Histograms:
 class Section:
     """One run under one intervention."""
 
-    run: Record
-    """Its row of the view `runs`."""
+    run: Record  # its row of the view `runs`
     intervention: str
     n_layers: int
     n_heads: int
-    statistics: list[str]
-    """Those that were measured, in the order of all arrays."""
+    statistics: list[str]  # those that were measured, in the order of all arrays
     numbers: Numbers
     uniform_baseline: dict[str, float | None]
     """What uniform attention would score on the same sequences, by statistic."""
-    histograms: dict[str, Histograms] = field(default_factory=dict[str, Histograms])
-    """By statistic."""
-    subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])
-    """By subset of the Pile."""
+    histograms: dict[str, Histograms] = field(default_factory=dict[str, Histograms])  # by statistic
+    subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])  # by subset of the Pile
     changes: Numbers | None = None
     """What the intervention changes: means over pairs of the same sequence."""
     curves: list[Curve] = field(default_factory=list[Curve])

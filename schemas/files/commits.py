@@ -42,8 +42,7 @@ from headcount.schemas.files.places import Place, names, reason, settle, write_w
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
-COMMITS_PER_SEGMENT = 4096
-"""Commits that are gathered into one file."""
+COMMITS_PER_SEGMENT = 4096  # commits that are gathered into one file
 
 READERS = 16
 """Files read or deleted at once. A store answers each request slowly, but many at a time."""

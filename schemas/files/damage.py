@@ -34,8 +34,7 @@ DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"
 BY_SIZE = ["files.path", "files.bytes"]
 """Columns of a commit log that `files_damaged_by_size` reads."""
 
-BY_CONTENT = ["stop", "files"]
-"""Columns of a commit log that `examined_files` reads."""
+BY_CONTENT = ["stop", "files"]  # columns of a commit log that `examined_files` reads
 
 ROUNDING = 0.01
 """How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
@@ -49,10 +48,8 @@ Bounds = Mapping[str, tuple[float, float]]
 class Damage:
     """A committed file that differs from what was committed."""
 
-    path: str
-    """Relative to the run directory."""
-    shards: list[int]
-    """Shards whose rows were in the file."""
+    path: str  # relative to the run directory
+    shards: list[int]  # shards whose rows were in the file
     why: str
 
     def __str__(self) -> str:
@@ -87,10 +84,8 @@ class CommittedFile:
     intervention: str
     bytes: int
     digest: str
-    shards: list[int]
-    """Shards whose rows in the file count."""
-    rows: int | None
-    """Number of rows; None if the file also holds rows that do not count."""
+    shards: list[int]  # shards whose rows in the file count
+    rows: int | None  # number of rows; None if the file also holds rows that do not count
 
 
 def is_data_path(path: str) -> bool:

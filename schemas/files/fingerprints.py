@@ -20,8 +20,7 @@ from headcount.schemas.packages import MEASURING
 OURS = tuple(f"headcount.{package}." for package in MEASURING)
 """How the names of our modules begin whose code decides numbers."""
 
-LENGTH = 12
-"""Hexadecimal digits of a fingerprint."""
+LENGTH = 12  # hexadecimal digits of a fingerprint
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:

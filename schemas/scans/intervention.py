@@ -82,5 +82,4 @@ def _parsed(given: object) -> Intervention:
     return Intervention(tuple(InterventionPart(call.name, call.arguments) for call in calls))
 
 
-NONE = parse_intervention("none")
-"""The untouched model."""
+NONE = parse_intervention("none")  # the untouched model

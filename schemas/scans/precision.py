@@ -14,10 +14,8 @@ class Precision:
     two float16 numbers.
     """
 
-    linears: str
-    """Format of products with weights."""
-    scores: str
-    """Format of the products q·k and A·v."""
+    linears: str  # format of products with weights
+    scores: str  # format of the products q·k and A·v
 
 
 PRECISIONS: dict[str, Precision] = {

@@ -41,16 +41,14 @@ from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.model import ChangeableWeight, Model
 
 CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
-CHANGEABLE_EMBEDDINGS = ("W_pos",)
-"""Weights that are not a layer's."""
+CHANGEABLE_EMBEDDINGS = ("W_pos",)  # weights that are not a layer's
 
 
 @dataclass(frozen=True)
 class LargestValue:
     """The largest value of an option with which a change still does what it says."""
 
-    words: str
-    """The value in words, for example `n_ctx - 1`."""
+    words: str  # the value in words, for example `n_ctx - 1`
     of: Callable[[ModelInfo, int], int]
     """The value for a model and a length `n_ctx` of the sequences."""
 

@@ -35,8 +35,7 @@ class Settled:
 
     bound: BoundIntervention
     engine: EngineName
-    reason: str
-    """Why the dense engine measures it; empty if the fused engine does."""
+    reason: str  # why the dense engine measures it; empty if the fused engine does
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from headcount.workers.model.files.model_info import ModelInfo
 
 GroupCount = Annotated[int, Field(ge=1, le=1024)]
 
-Groups = Annotated[str, Field(pattern="^x[0-9a-f]+$")]
-"""As `groups_text` writes them."""
+Groups = Annotated[str, Field(pattern="^x[0-9a-f]+$")]  # as `groups_text` writes them
 
 
 def _refused(options: Mapping[str, Any], n_ctx: int) -> str | None:

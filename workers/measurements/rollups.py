@@ -21,8 +21,7 @@ from headcount.schemas.files.run_directory import pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.histogram_bins import Axis
 
-COUNTERS = 2**20
-"""Bins of histograms that are counted at once, 8 bytes each."""
+COUNTERS = 2**20  # bins of histograms that are counted at once, 8 bytes each
 
 
 class Cells(NamedTuple):

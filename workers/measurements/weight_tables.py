@@ -20,17 +20,10 @@ from headcount.workers.measurements.results import rows_by_name
 from headcount.workers.model.circuit import effective_positions
 from headcount.workers.model.model import Model
 
-Weights = dict[str, Tensor]
-"""Weights by the names that statistics read, float64."""
-
-EARLIER_HEAD = "earlier head"
-"""The axis of statistics of pairs of heads."""
-
-LARGE = 1e6
-"""Size of the vectors that a norm is asked with: its ε is nothing beside their square."""
-
-VOCABULARY_CHUNK = 8192
-"""Tokens whose embeddings are held in float64 at a time."""
+Weights = dict[str, Tensor]  # weights by the names that statistics read, float64
+EARLIER_HEAD = "earlier head"  # the axis of statistics of pairs of heads
+LARGE = 1e6  # size of the vectors that a norm is asked with: its ε is nothing beside their square
+VOCABULARY_CHUNK = 8192  # tokens whose embeddings are held in float64 at a time
 
 
 def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:

@@ -20,10 +20,8 @@ from headcount.schemas.packages import MEASURING, PACKAGE
 class Code(NamedTuple):
     """The Python files of `schemas` and `workers`, as they were read."""
 
-    fingerprint: str
-    """Comments, docstrings and layout do not count."""
-    content: str
-    """A digest of all bytes."""
+    fingerprint: str  # comments, docstrings and layout do not count
+    content: str  # a digest of all bytes
 
 
 _known_fingerprints: dict[str, str] = {}
