@@ -1,7 +1,5 @@
 """Losses under interventions, which a format measures in runs of their own beside the run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The commands of `headcount`: a table says which module has which."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module

@@ -3,8 +3,6 @@
 `headcount.scan` calls this, and opens the run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Mapping

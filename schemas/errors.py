@@ -1,7 +1,5 @@
 """Every error that a user can meet, and helpers for their texts."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

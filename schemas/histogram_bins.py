@@ -8,8 +8,6 @@ between: zero, and what no float32 activation tells from zero.
 The numbers of bins are plain integers. A sketch of a library would be bytes that no SQL can add.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `tests/project/test_imports.py` says what each package may import.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PACKAGES = ("schemas", "workers", "jobs", "queries", "exports", "reproduce", "models")

@@ -6,8 +6,6 @@ have (`schemas.scans.values`); an item of the docstring, "* `sink`: meaning.", s
 Whatever a user writes, pages, comments and errors about it are made of these.
 """
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import re

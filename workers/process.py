@@ -1,7 +1,5 @@
 """What is set once for a whole process, by the command or the actor that owns it."""
 
-from __future__ import annotations
-
 import atexit
 import csv
 import ctypes

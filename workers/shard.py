@@ -4,8 +4,6 @@ Data files become visible whole, and the commit is written last. So a shard is d
 its commit exists, whenever this process dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

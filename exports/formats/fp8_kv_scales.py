@@ -1,7 +1,5 @@
 """The formats `fp8-kv-scales` and `fp8-kv-checkpoint`: how a cache of 8-bit floats is scaled."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

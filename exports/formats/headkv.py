@@ -1,7 +1,5 @@
 """The format `headkv`: how large a share of the cache each head gets."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from headcount.exports.formats.retrieval_heads import (

@@ -6,8 +6,6 @@ shell is run by the Python that runs Ray, and the shell inherits the actor's var
 of a job loads this, so it imports nothing of ours.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

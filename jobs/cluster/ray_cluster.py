@@ -1,7 +1,5 @@
 """Connect to Ray: start it on this machine, or join a cluster. Every error becomes one line."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The subcommand `calibrate`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

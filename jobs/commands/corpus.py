@@ -1,7 +1,5 @@
 """The subcommands `corpus prepare`, `corpus list`, `corpus show` and `corpus remove`."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What `headcount doctor --model NAME` says: how a model would be measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

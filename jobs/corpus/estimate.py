@@ -5,8 +5,6 @@ numbers are scaled by stored bytes. Its sequences are also what a plan measures 
 costs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from time import perf_counter
 

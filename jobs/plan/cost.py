@@ -2,8 +2,6 @@
 scan has batches.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ A run's identity is what its rows mean. Places do not belong to it: the content 
 tokenizer and of texts does, by fingerprint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Everything is resolved and checked here, before anything is paid for. Planning c
 run's directory: `prepare_run` creates a new run, and `extend` lets one grow that is there.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

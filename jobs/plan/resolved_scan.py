@@ -5,8 +5,6 @@ This is the first of three steps from a scan file to a run. `resolve` needs no r
 reads no corpus. `jobs.plan.plan` then finds or names the run, and `jobs.run.loop` measures it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ training (github.com/EleutherAI/pythia, issue 205). Files are compared: the same
 files, for example in more of them, are not found.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

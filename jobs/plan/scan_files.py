@@ -5,8 +5,6 @@ so all that holds for a run holds for each: it is committed, continued and exten
 scan is the file's with one more `--set model=…`.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -33,8 +33,6 @@ itself is told to end, it hands out nothing more, tells the replicas to leave, a
 still finish.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import Counter, deque

@@ -4,8 +4,6 @@ There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and wi
 shards come from `dispatch` or `measure_in_process`, pass through `followed`, and are shown.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -6,8 +6,6 @@ driver passes on. It then begins no further shard, finishes the one that it meas
 Ray starts it again on a node that stays.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ An actor may start on another machine than the driver's. So it first checks that
 code, the same weights and the same tokenizer: otherwise its rows would mean something else.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -6,8 +6,6 @@ commit's file, and by the segments of other drivers. Where two come to the same 
 moment, the first commit counts. On a disk a lock (`jobs.run.lock`) lets in one driver only.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Read every file of a run, and compare it with its commits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headcount.schemas.errors import RunError, counted

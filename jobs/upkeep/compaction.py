@@ -21,11 +21,6 @@ short, and is measured anew when the run grows. It is a group of its own. A dama
 sample is written again in the same three steps.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -6,11 +6,6 @@ A merge writes files and changes nothing else: no commit names them yet. So it m
 cut off, or outlive the process that asked for it (`jobs.upkeep.compaction`).
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace

@@ -4,11 +4,6 @@ The manifest goes first, then the commit log, then the rows. If the process is k
 what is left has no manifest, so no reader takes it for a run.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -3,11 +3,6 @@
 What is done, the commit log says. What is being done, the run's drivers say (`phases`).
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Asking a query: SQL or the name of a view goes in, rows come out, read once."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

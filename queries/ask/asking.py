@@ -1,7 +1,5 @@
 """Runs opened for queries: SQL goes in, rows come out, and a mistake is one line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias

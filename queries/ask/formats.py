@@ -3,8 +3,6 @@
 It goes to stdout, or to a file that appears whole.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -9,8 +9,6 @@ In the SQL, `$threshold` stands for the value. A parameter without a default mus
 that has the name of a parameter is written with the name of its table.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -3,8 +3,6 @@
 Columns and rows that do not fit are named or counted in a line below.
 """
 
-from __future__ import annotations
-
 import shutil
 from typing import TextIO
 

@@ -1,7 +1,5 @@
 """What a user types, as one query in SQL: a named query with parameters, SQL, or a file."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Where each token of a stored sequence looks, in one head: the run's own model runs it again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The axis of a statistic: its ends and its bins, the same for a histogram, a brush and a cube."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Nothing here reads a file or a database: a query becomes SQL, and tables become 
 The page never sends SQL, except in `queries.explore.query_engine` as a query of the user's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property

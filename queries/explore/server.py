@@ -5,8 +5,6 @@ nowhere, the page keeps it for its own host and port, and every request says by 
 which page it comes from.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """What columns mean and what views need, as the database itself says it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A DuckDB connection over runs: views of what is committed, and nothing else within reach."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -9,8 +9,6 @@ Each statistic has a select of its own. So a query about one of them reads one c
 rows: DuckDB drops the selects whose constant `statistic` is another one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One run as queries see it: its manifest, its commit log, and the files whose rows count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

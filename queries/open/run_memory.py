@@ -7,8 +7,6 @@ file system. So a state of a run counts only once the run was read a tick after 
 seen. That takes a clock which only goes forward, and compares no clocks of two machines.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass

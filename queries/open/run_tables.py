@@ -1,7 +1,5 @@
 """The tables that describe the runs: what was scanned, which shards are done, what was measured."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

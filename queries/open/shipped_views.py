@@ -1,7 +1,5 @@
 """The views of named queries, made when they are asked, and why one cannot be answered."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The committed rows of a table, as SQL that reads the files of runs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

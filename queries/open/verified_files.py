@@ -4,8 +4,6 @@ The memory lies outside the runs, as sixteen bytes a file: a digest of its path,
 system says of it and of what was committed. A file that has changed in any of these is read again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The sequences in which a head is most and least active, as excerpts of their text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """The card of one head: all that a run says of it, as plain lists and numbers, and as a page."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ A run averages a profile over the sequences of a shard (`profiles`), or keeps it
 (`curves`). Either becomes a `Curve`, at the few places of its axis that a page draws.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """What our pages share: one HTML file with its style, its scripts and its data, and no network."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -4,8 +4,6 @@ Their numbers are statistics like others. Here is how far they can be trusted: w
 `headcount calibrate` measured of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from headcount.queries.ask.asking import Record

@@ -5,8 +5,6 @@ Of a run with roll-ups, all of it comes from views of sums (`head_summaries`, `s
 each of them alone. The sequences behind a number are in `examples.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias

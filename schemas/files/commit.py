@@ -1,7 +1,5 @@
 """The record that makes a shard done, as JSON in a file of its own and as a row of a segment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime
 from typing import get_args, get_type_hints

@@ -21,8 +21,6 @@ and of two attempts at a shard the second finds that there is a commit. So two d
 work at once, and a straggler that finishes when its shard is in a segment changes nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ a million files in seconds. By content: every file is read and compared with the
 commit and with the declared ranges of its columns.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

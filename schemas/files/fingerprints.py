@@ -4,8 +4,6 @@ Only what Python runs counts. Comments, docstrings and layout do not. Code is re
 and written in one canonical form.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

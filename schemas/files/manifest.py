@@ -1,7 +1,5 @@
 """The manifest of a run: everything that made it, resolved."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 

@@ -1,7 +1,5 @@
 """Parquet files in memory, on disks and in stores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

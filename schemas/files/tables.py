@@ -4,8 +4,6 @@ A table is an object. `schemas.scans.kinds.TABLES` lists all of them. Each kind 
 one.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -3,8 +3,6 @@
 MInference computes only some columns and diagonals of a long pattern, and chooses them so.
 """
 
-from __future__ import annotations
-
 import math
 
 from headcount.schemas.formula_kinds import profile

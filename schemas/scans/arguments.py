@@ -1,7 +1,5 @@
 """What functions for notebooks are called with: a mistake in it is one line of an error."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Callable
 from functools import cache, wraps

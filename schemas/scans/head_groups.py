@@ -1,7 +1,5 @@
 """Groups of neighbouring heads, many of them in a short text."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 LayerGroup = tuple[int, int]  # a layer, and a group of its heads

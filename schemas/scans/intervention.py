@@ -4,8 +4,6 @@ A text is parsed once, when the scan is read. Only `workers.interventions` knows
 what they change and which arguments they take.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The number formats in which a forward pass multiplies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """How the layers of a model add to the residual stream, found by looking at one pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ that is a tuple takes all values that are left. An option named `layer` says whe
 made; without it, the change is made in every layer. `a+b` is a, then b.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,8 +4,6 @@ The changes differ in which heads they name: those that stream, or those that do
 groups of them, so that all of a large model fit into one text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any

@@ -7,8 +7,6 @@ checks them and puts them into columns. On a GPU, results travel to the host whi
 runs.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,11 +5,6 @@ Pile, and each subset has a mean, a spread and a histogram of four values. So th
 shards that are merged.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

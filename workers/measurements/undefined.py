@@ -6,8 +6,6 @@ A layer may lack what the formula is about. All make NaN. Broken weights make Na
 an error, so it is marked by infinity.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, cast

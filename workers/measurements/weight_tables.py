@@ -1,7 +1,5 @@
 """The `weights` table: statistics of untouched weights, which need no input."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 

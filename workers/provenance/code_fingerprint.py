@@ -1,7 +1,5 @@
 """The fingerprint of the code that measures, by which machines tell whether they run the same."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

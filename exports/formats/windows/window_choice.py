@@ -8,8 +8,6 @@ Half of the documents rank and choose. The numbers in a file are of the others: 
 because it looks good in some documents looks better there than it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

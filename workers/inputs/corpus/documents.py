@@ -5,8 +5,6 @@ A file is read as records, in order. A record is a document as its file holds it
 of bytes. It is made into a `Document` apart: parsing a record costs more than reading it.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

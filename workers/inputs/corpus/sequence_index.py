@@ -5,9 +5,6 @@ small index. It says where to look; the documents of a portion, a block, are rea
 it is. The portions of a shuffled corpus are one block together.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import copy

@@ -1,7 +1,5 @@
 """Sentences of a template with names: indirect object identification (Wang et al. 2022)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import compress

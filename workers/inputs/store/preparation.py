@@ -5,8 +5,6 @@ preparation that is killed loses the portions in hand. The next one reads past w
 without parsing it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
