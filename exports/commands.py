@@ -238,10 +238,7 @@ def _measured(
 def _scan(
     needs: Needs, name: str, fields: dict[str, Any], overrides: list[str] | None, device: Device
 ) -> str:
-    """Run the scan that measures what is needed, or continue its run. Returns where its run lies.
-
-    `fields` are those that the user chose: `model` and `out`. It runs in this process.
-    """
+    """Run or continue the scan that measures what is needed; returns where its run lies."""
     from headcount.jobs.api import run_scan
     from headcount.schemas.scans.scan import override_fields
     from headcount.workers.model.files.model_info import describe, find_model

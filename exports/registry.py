@@ -52,10 +52,7 @@ class Needs:
     """
 
     def scan_fields(self, model: str, positions: int | None = None) -> dict[str, Any]:
-        """The scan that measures it, as the fields of a scan file. The baseline is another scan.
-
-        Its sequences are no longer than the `positions` of the model, if they are known.
-        """
+        """The fields of a scan that measures it, in at most `positions` tokens a sequence."""
         fields: dict[str, Any] = {"model": model, "n_ctx": min(1024, positions or 1024)}
         fields |= {"sequences": 64, "sequences_per_shard": 16}
         if self.statistics:

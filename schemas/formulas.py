@@ -282,10 +282,7 @@ class Kind(Registry[Formula]):
         ]
 
     def select(self, names: str | Iterable[str]) -> tuple[Formula, ...]:
-        """The formulas that a scan names, in registry order.
-
-        `names` is a word of `sets`, or a list of names in which such words may stand too.
-        """
+        """The formulas of a word of `sets`, or of a list with such words, in registry order."""
         selected: dict[str, Formula] = {}
         for name in [names] if isinstance(names, str) else names:
             for formula in self._in_set(name) if name in self.sets else [self.find(name)]:
@@ -354,10 +351,7 @@ def check_names(field: str, names: tuple[str, ...], required: bool) -> None:
 def evaluate(
     function: Callable[..., Tensor], activations: Mapping[str, Any], arguments: Arguments = ()
 ) -> Any:  # noqa: ANN401
-    """The value of a formula, or of its `defined` rule, on the activations that it names.
-
-    A rule takes only some of a formula's options. Without options, the defaults hold.
-    """
+    """The value of a formula, or of its `defined` rule, which takes only some of its options."""
     values = (activations[name] for name in parameters_of(function))
     own_options = options_of(function)
     return function(*values, **{name: value for name, value in arguments if name in own_options})

@@ -201,10 +201,7 @@ class Replica:
         return tables_of_weights(self.model, self.scan)
 
     def _batches(self, engine: Engine, sequences: _Sequences) -> Iterator[Measurements]:
-        """What each batch found, in order.
-
-        A GPU computes the next batch while the results of this one are fetched and checked.
-        """
+        """What each batch found, in order, fetched and checked while a GPU computes the next."""
         start = 0
         pending: PendingBatch | None = None
         while start < len(sequences.tokens):
@@ -285,10 +282,7 @@ def resolve_device(device: str) -> str:
 
 
 def is_device_failure(error: Exception) -> bool:
-    """Whether a device has failed so that only a new process mends it.
-
-    After one such error every call raises it. Too little memory is not such an error.
-    """
+    """Whether a device has failed so that only a new process mends it; want of memory is none."""
     is_device_error = isinstance(error, torch.AcceleratorError)
     return is_device_error and not isinstance(error, torch.OutOfMemoryError)
 

@@ -225,10 +225,7 @@ def _sequence_rows(
 
 
 def failure_of(shard: int, error: Exception) -> Failure:
-    """A shard's failure in one line.
-
-    An error of ours says enough. For another one, the line adds its type and where it came from.
-    """
+    """A shard's failure in one line: of an error not of ours, its type and where it came from."""
     if isinstance(error, HeadcountError):
         return Failure(shard, str(error), isinstance(error, WriteError))
     origin = traceback.extract_tb(error.__traceback__)[-1]
@@ -236,10 +233,7 @@ def failure_of(shard: int, error: Exception) -> Failure:
 
 
 def note_failure(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
-    """Record a failure for `headcount status`, and return it; the shard stays undone.
-
-    If it cannot be recorded, the failure that is returned says so too.
-    """
+    """Record a failure for `headcount status`, if possible; returns it. The shard stays undone."""
     record = {"attempts": attempt, "error": failure.error}
     try:
         write_whole(run.failure_file(failure.shard), json.dumps(record, indent=1).encode())

@@ -199,10 +199,7 @@ def _join(address: str) -> None:
 
 
 def lack_of_room(resources: Resources) -> str | None:
-    """Say what a replica needs that no machine of the cluster has; none if one has all of it.
-
-    This is not an error: a cluster may start machines when they are needed.
-    """
+    """What a replica needs that no machine of the cluster has; it may start one that has it."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     most_cores = int(max((machine.get("CPU", 0) for machine in machines), default=0))
     if resources.device == "cuda" and not any(machine.get("GPU", 0) for machine in machines):

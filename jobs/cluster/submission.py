@@ -240,10 +240,7 @@ class JobClient:
         return Submission(job.run_id, job.job_id, f"{line}{job.run_id} shows what it does")
 
     def wait(self, job_id: str) -> str:
-        """Wait until a job has committed a shard or lacks machines; returns a line that says it.
-
-        If the job fails before, raises with the last lines of its log.
-        """
+        """Wait until a job has committed a shard or lacks machines; raises if it fails before."""
         deadline = time.monotonic() + QUEUED_SECONDS
         while True:
             job = self.job(job_id)

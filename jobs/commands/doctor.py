@@ -51,11 +51,7 @@ def check_kernel(
     sweep: Sweep | None = None,
     layers: Sequence[tuple[Shape, FactNames]] | None = None,
 ) -> Iterator[Check]:
-    """Compare the GPU's kernel with the tiles with every shape, fact and format of factors.
-
-    Both sweep over the same scores. The tiles are the reference: they run everywhere and are tested
-    everywhere. The kernel is faster and runs only on a GPU.
-    """
+    """Compare the GPU's kernel with the tiles, the reference, with every shape, fact and format."""
     import torch
 
     from headcount.workers.engine.kernel import sweep_kernel
@@ -82,10 +78,7 @@ def check_kernel(
 
 
 def examine(out: str | None = None) -> Iterator[Check]:
-    """Check the interpreter, our own code, the libraries, the machine and every bundled model.
-
-    Also the place `out`, where runs are to be written.
-    """
+    """Check interpreter, code, libraries, machine, bundled models, and `out`, the place of runs."""
     yield Check("python", True, f"{platform.python_version()} on {platform.platform()}")
     yield Check("code", True, f"from {PACKAGE}")
     libraries = [check_library(library) for library in (*READING, *MEASURING)]
@@ -151,10 +144,7 @@ def check_out(out: str) -> Check:
 
 
 def _check_bundled_model(name: str) -> Check:
-    """Measure two sequences with both engines, which must agree.
-
-    Two independent ways to the same numbers show a broken library or processor.
-    """
+    """Measure two sequences with both engines: they differ if a library or processor is broken."""
     from headcount.workers.model.files.model_info import describe, find_model
     from headcount.workers.replica import Replica
 
@@ -180,10 +170,7 @@ def _check_bundled_model(name: str) -> Check:
 
 
 def _largest_drift(fused: Replica, dense: Replica, tokens: np.ndarray) -> tuple[str, float]:
-    """The standard probability in which two engines differ most, and by how much.
-
-    A value that only one of them has is a difference of 1.
-    """
+    """The standard probability in which engines differ most, and by how much; 1 if one has none."""
     fused_columns = fused.measure(tokens).heads
     dense_columns = dense.measure(tokens).heads
     drifts: dict[str, float] = {}

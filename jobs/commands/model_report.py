@@ -157,10 +157,7 @@ LARGEST_TRIAL_WINDOW = 128
 
 
 def undefined_behind(window: int) -> list[str]:
-    """The statistics of attention that have no value because of a window, in long sequences.
-
-    They are evaluated on random queries and keys, with the window and without it.
-    """
+    """The statistics of attention that lose their value to a window, on random queries and keys."""
     window = min(window, LARGEST_TRIAL_WINDOW)
     # So long that queries at the end see nothing of the beginning.
     n_ctx = 4 * LARGEST_TRIAL_WINDOW

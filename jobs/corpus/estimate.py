@@ -36,10 +36,7 @@ class CorpusEstimate:
 
 
 def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | None:
-    """What the corpus of some sequences probably holds.
-
-    None if the token store has all that they need, or if the first portion is all of it.
-    """
+    """What a corpus probably holds; None if the store or its first portion has all it needs."""
     work = CorpusWork(sequences, corpora)
     assert sequences.corpus is not None
     # `skip` and `shuffle` speak of the whole corpus. They are taken into account by numbers.

@@ -120,10 +120,7 @@ _content_bytes = lru_cache(content_bytes_of)  # a sample of a compressed file is
 
 
 class CorpusWork:
-    """What is there of a corpus, and what is still to be prepared.
-
-    Portions are added to the index in the order of the corpus, up to the first that is missing.
-    """
+    """What is there of a corpus, up to the first missing portion, and what is to be prepared."""
 
     def __init__(self, sequences: Sequences, corpora: Place, show: Show | None = None) -> None:
         assert sequences.corpus is not None
@@ -275,11 +272,7 @@ def prepare_on_node(
 
 
 def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str], None]) -> None:
-    """Prepare the extents that are missing, in their order, until there is enough.
-
-    Ray gives a task that dies with its node to another one, which goes on behind the portions that
-    are there.
-    """
+    """Prepare missing extents, in order, until there is enough; Ray repeats those of dead nodes."""
     # Ray takes a second to import, and most commands that prepare nothing do without.
     import ray
 

@@ -62,10 +62,7 @@ def _devices(device: str) -> tuple[str, str]:
 
 
 def threads_of(device: str, replicas: int) -> int | None:
-    """Threads of one of several replicas on this machine; none means all that there are.
-
-    Replicas on a CPU share its cores. Each replica on a GPU has a GPU of its own.
-    """
+    """Threads of one of several replicas here, which share the cores of a CPU; none means all."""
     shares_cores = replicas > 1 and _devices(device)[1] == "cpu"
     return max(1, available_cores() // replicas) if shares_cores else None
 

@@ -225,11 +225,7 @@ def _manifest(
 
 
 def prepare_run(plan: Plan, scan_text: str) -> None:
-    """Create the run's directory if it is not there yet; `scan_text` is kept in it.
-
-    The manifest is written last: a directory without one is no run, and the same command begins it
-    again.
-    """
+    """Create the run's directory with `scan_text`; the manifest comes last: it makes it a run."""
     if plan.run.manifest_file.is_file():
         return
     write_whole(plan.run.scan_file, scan_text.encode())
@@ -331,11 +327,7 @@ def _absolute_override(override: str) -> str:
 def replan(
     run: RunDirectory, overrides: Sequence[str] = (), preparation: Preparation = HERE
 ) -> Plan:
-    """Plan a run from its manifest alone; `overrides` may set what changes no row.
-
-    Relative names are meant from the working directory: the caller moves to `where_begun`.
-    `preparation` makes the tokens of a corpus ready.
-    """
+    """Plan a run from its manifest, in `where_begun`; `overrides` may set what changes no row."""
     manifest = run.manifest()
     check_overrides(run, overrides)
     # Commits hold the run's id, so readers would pass over all commits of a renamed directory.

@@ -394,10 +394,7 @@ class _Dispatcher:
             self.working[reference] = replica
 
     def _next_shard(self, replica: _RemoteReplica, stragglers: deque[int]) -> int | None:
-        """The shard that a replica measures next, or none if there is nothing for it now.
-
-        New shards come first, so that one that fails again and again holds up nobody.
-        """
+        """What a replica measures next: new shards first, so that failing ones delay nobody."""
         while (shard := self.spans.take(replica)) is not None:
             if shard not in self.elsewhere:
                 return shard

@@ -266,10 +266,7 @@ def measure_in_process(
     cores: int = 0,
     make_replica: Callable[[ModelInfo, Scan, str], Replica] = Replica,
 ) -> Generator[Commit | Failure, None, None]:
-    """Measure `shards` one after the other; yields each commit and each failed attempt.
-
-    Uses all cores if `cores` is 0. Ends after the shard that was measured when SIGTERM came.
-    """
+    """Measure `shards` in turn; yields each commit and failure. SIGTERM ends it after a shard."""
     device = resolve_device(device)
     prepare_process(threads=cores or None)
     replica = make_replica(plan.info, plan.scan, device)

@@ -27,11 +27,7 @@ def show_progress(
     console: Console,
     all_runs: WholeProgress | None = None,
 ) -> list[Failure]:
-    """Show progress until the outcomes end; returns the failures.
-
-    `done` of all `tokens` were measured before. `all_runs` is the progress of several runs, of
-    which this is one.
-    """
+    """Show progress, of one run and of `all_runs`, until the outcomes end; returns the failures."""
     done_before = done
     failures: list[Failure] = []
     began: float | None = None

@@ -99,10 +99,7 @@ class ReplicaActor:
         self.leave_notice.is_loaded = True
 
     def ready(self) -> ReplicaPlace:
-        """Where the replica is, as soon as it is loaded: Ray calls no method before that.
-
-        A replica that leaves is never ready again. Its process ends, and Ray makes another one.
-        """
+        """Where the replica is, as soon as it is loaded: Ray calls no method before that."""
         if self.leave_notice.came:
             # For ever, which is a moment: the process is about to exit.
             threading.Event().wait()

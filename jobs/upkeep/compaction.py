@@ -118,10 +118,7 @@ def compact(
 
 
 def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> None:
-    """Merge the shards of a large run that is complete, so that dashboards read its roll-ups.
-
-    The rows are committed already, so a failure is a warning.
-    """
+    """Merge the shards of a large run that is complete, so that dashboards read its roll-ups."""
     # Nothing locks a run in a store: somebody else may be extending it.
     if not isinstance(run.path, Path):
         return
@@ -134,6 +131,7 @@ def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> 
         problems = compact(run, tell=tell, merge_groups=merge_groups).problems
     except HeadcountError as error:
         problems = [str(error)]
+    # The rows are committed already.
     for problem in problems:
         tell(
             f"warning: {run.run_id} is complete, but not all of it is merged: {problem}; "

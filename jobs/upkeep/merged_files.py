@@ -119,10 +119,7 @@ merged_here: MergeGroups = partial(map, merge_group)
 
 
 def _merge_files(group: Group) -> Merged:
-    """Write the merged files of all shards of a group.
-
-    A file of which every row counts and that holds all rows of its kind stays.
-    """
+    """Write the merged files of a group; one that holds just the rows of its kind stays."""
     run, manifest = group.run, group.run.manifest()
     bounds = declared_bounds(manifest)
     shards = group.commits["shard"].to_pylist()

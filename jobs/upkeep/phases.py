@@ -200,10 +200,7 @@ def fail(why: str) -> None:
 
 
 def note(phase: Phase, detail: str = "", tokens_per_second: float | None = None) -> None:
-    """Note what this driver does from now on, how far that is, and how fast.
-
-    The beginning of a phase is written at once, and its progress with the next beat.
-    """
+    """Note what this driver does, how far and how fast: a new phase at once, progress later."""
     heartbeat = _Heartbeat.of_process
     if heartbeat is None:
         return

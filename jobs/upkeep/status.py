@@ -88,10 +88,7 @@ class Status:
 
 
 def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
-    """Read what a run's drivers say, its manifest, its commit log and the notes of failures.
-
-    `now` is the time here.
-    """
+    """Read what a run's drivers say, its manifest, its commit log and the notes of failures."""
     now_seconds = (now or datetime.now(UTC)).timestamp()
     drivers = drivers_of(run)
     alive = [driver for driver in drivers if driver.is_alive(now_seconds)]
@@ -165,10 +162,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
 
 
 def _paces(commit_log: pa.Table) -> list[Pace]:
-    """The paces of the replicas that have committed lately, the fastest first.
-
-    A speed is tokens over seconds that the replica measured itself: clocks may be wrong.
-    """
+    """The paces of the replicas that have committed lately, the fastest first."""
     if not len(commit_log):
         return []
     finished = commit_log["finished"]
@@ -178,6 +172,7 @@ def _paces(commit_log: pa.Table) -> list[Pace]:
     ])  # fmt: skip
     paces: list[Pace] = []
     for row in sums.to_pylist():
+        # The replica measured these itself: clocks of two machines may differ.
         busy_seconds = row["compute_seconds_sum"]
         seconds = busy_seconds + row["idle_seconds_sum"]
         # Broken times make no speed.

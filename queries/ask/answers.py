@@ -138,11 +138,7 @@ def run_query(
     limit: int | None = None,
     timeout: float | None = None,
 ) -> Answer:
-    """Ask for a view by name, or in SQL. Nothing is computed twice and nothing can be written.
-
-    `timeout` is in seconds. The query runs as a subquery, in which DuckDB itself allows no
-    statement that writes.
-    """
+    """Ask for a view by name, or in SQL. Nothing is computed twice and nothing can be written."""
     if not text.strip():
         raise QueryError(
             "the query is empty: expected the name of a view, or SQL; without a query, "
@@ -156,7 +152,7 @@ def run_query(
     explain, sql = _one_query(f"FROM {text}" if is_view else text)
     # The rows of an EXPLAIN are the plan, not the answer, so a limit would cut the plan.
     limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
-    # On lines of its own: the query may end in a comment.
+    # In a subquery nothing can write. On lines of its own: the query may end in a comment.
     subquery = f"FROM (\n{sql}\n)"
     cursor = connection.cursor()
     patience = Patience(cursor, timeout)

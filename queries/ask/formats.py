@@ -74,10 +74,7 @@ def check_suffix(path: PurePath, *suffixes: str) -> None:
 
 
 def rows_to_read(answer_format: Format, limit: int | None) -> int | None:
-    """How many rows to ask for. A table also reads rows that it does not show, to count them.
-
-    The query is asked once, with this limit: DuckDB then sorts and reads no more than it needs.
-    """
+    """How many rows to ask for, as DuckDB reads no more: a table also counts rows that it hides."""
     if answer_format != "table":
         return limit
     shown_rows = TABLE_ROWS if limit is None else limit

@@ -40,10 +40,7 @@ def with_parameters(
     queries: Mapping[str, NamedQuery],
     options: Sequence[str] = (),
 ) -> str:
-    """A query in SQL. `words` are those that set parameters, as `--threshold 0.2`.
-
-    `options` are those of the command, one of which may have been meant.
-    """
+    """A query in SQL with parameters from `words`; an option of the command may be meant."""
     query = queries.get(typed.strip())
     if query is None:
         if words:

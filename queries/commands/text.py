@@ -107,10 +107,7 @@ def _heading(run: Record, sequence: Record) -> str:
 
 
 def _write_text(texts: list[str], out: TextIO, width: int) -> None:
-    """Write tokens one after the other, with a bar between two.
-
-    Before each line stands the position of its first token.
-    """
+    """Write tokens with a bar between two, and before each line the position of its first token."""
     from rich.cells import cell_len
 
     # Widths are cells of a terminal, of which a character may take two.

@@ -93,10 +93,7 @@ class PageRuns:
         self.has_verified_rows = False  # whether the rows were compared too
 
     def is_current(self, path: str, code: str | None, read: ReadRun) -> bool:
-        """Whether nothing was committed and no damage was found since it was opened.
-
-        `read` may remember runs.
-        """
+        """Whether nothing was committed and no damage was found since it was opened."""
         if _runs_of(self.database) is not self._runs:
             return False
         runs, _ = read_runs(place(path), code, read)

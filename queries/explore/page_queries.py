@@ -121,10 +121,7 @@ class Scope(_Closed):
     """First and last layer. None is all of them."""
 
     def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
-        """Conditions on rows of `heads`.
-
-        `sampled` reads only some sequences of a large run, from `facts.sampled_rows`.
-        """
+        """Conditions on rows of `heads`; `sampled` reads only those of `facts.sampled_rows`."""
         # A sample in memory is of one run and one intervention.
         is_in_memory = sampled and facts.sample is not None
         conditions = [] if is_in_memory else self.conditions_on_run
@@ -178,10 +175,7 @@ class Brush(_Closed):
     last: BinNumber
 
     def condition(self, facts: RunFacts) -> str:
-        """The condition on a row of `heads`.
-
-        It asks for the bin and not for the value, so that it is the same as in a cube.
-        """
+        """The condition on a row of `heads`: on the bin, not the value, as in a cube."""
         axis = facts.axes[self.statistic]
         return f"{axis.bin_sql(self.statistic)} BETWEEN {self.first} AND {self.last}"
 
@@ -631,10 +625,7 @@ def _summaries(
 def _bins_under_brushes(
     statistics: Sequence[str], brushes: Sequence[Brush], facts: RunFacts
 ) -> str:
-    """The bin of each statistic, as columns of their names.
-
-    A histogram shows the rows that are in all brushes but its own, so that the brush can be moved.
-    """
+    """The bin of each statistic in rows within all brushes but its own, which can then be moved."""
     columns: list[str] = []
     for statistic in statistics:
         bin_sql = facts.axes[statistic].bin_sql(statistic, DRAWN_BINS)

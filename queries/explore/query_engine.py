@@ -159,10 +159,7 @@ class Engine:
             await self.look_again(rows=True)
 
     async def look_again(self, rows: bool = False) -> None:
-        """Open the runs anew if something was committed, or damaged, since they were opened.
-
-        `rows` also compares the rows of heads with their commits, for the first time.
-        """
+        """Open the runs anew if they changed; `rows` compares their rows with the commits."""
         async with self._opening:
             self.runs = await asyncio.to_thread(self._current_runs, rows)
             self._looked = time.monotonic()
@@ -304,10 +301,7 @@ class Engine:
 
 
 def _take_error(result: asyncio.Future[Any]) -> None:
-    """Take note of an error: nobody else does if nobody waits for the result any more.
-
-    Python would print it with a trace when the server ends.
-    """
+    """Take note of an error that nobody waits for any more: Python would print it at the end."""
     if not result.cancelled():
         result.exception()
 
@@ -420,10 +414,7 @@ class AnswerCache:
 
 
 class Interruptible:
-    """Hands out cursors of a connection, and remembers them so that they can be interrupted.
-
-    `run_query` makes its cursor itself, so whoever wants to stop it must know every cursor.
-    """
+    """Remembers the cursors of a connection that `run_query` makes, so that they can be stopped."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._connection = connection

@@ -24,10 +24,7 @@ def views_read(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
 
 
 def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
-    """Meaning, unit, range and source of all columns, by name.
-
-    If two views differ, the views that the query reads win, then the tables.
-    """
+    """Meaning, unit, range and source of columns by name, as the query's views say, then tables."""
     opened = OPENED[connection]
     with opened.lock:
         make_described_views(connection.cursor(), opened)

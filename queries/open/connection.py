@@ -230,10 +230,7 @@ def _make_views(cursor: duckdb.DuckDBPyConnection, opened: OpenedRuns, query: st
 
 
 def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    """Make the views that a query names, and compare the files that it reads with their commits.
-
-    What is damaged is taken out of every view, and the user is told.
-    """
+    """Make the views that a query names, and take what is damaged of its files out of all views."""
     opened = OPENED[connection]
     with opened.lock:
         _make_views(connection.cursor(), opened, sql)
@@ -395,10 +392,7 @@ def is_of_gone_file(message: str) -> bool:
 def _leave_out_misfits(
     connection: duckdb.DuckDBPyConnection, source: Source, opened: OpenedRuns
 ) -> None:
-    """Leave out runs whose files of a source do not fit their manifests.
-
-    It is an error if no run is left.
-    """
+    """Leave out runs whose files do not fit their manifests; it is an error if none is left."""
     fitting: list[Run] = []
     misfits: list[str] = []
     for run in opened.runs:
@@ -441,10 +435,8 @@ def _store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa
 
 
 def _lock_down(connection: duckdb.DuckDBPyConnection, runs: list[Run], memory: str) -> None:
-    """Leave the runs readable and nothing else.
-
-    A query too big for its memory may fill half of what is free in the temporary directory.
-    """
+    """Leave the runs readable and nothing else."""
+    # A query too big for its memory may fill half of what is free there.
     temporary = tempfile.gettempdir()
     spill_directory = os.path.join(temporary, f"headcount-{os.getpid()}")
     free_mebibytes = shutil.disk_usage(temporary).free // 2**20

@@ -48,10 +48,7 @@ class Run:
         return self.commit_log.filter(pa.array(self.is_whole))
 
     def files(self, table: str, unrolled: bool = False) -> list[str]:
-        """Full paths of a table's files that count.
-
-        `unrolled` leaves out the files whose rows are in the roll-ups and samples that count.
-        """
+        """Full paths of a table's files that count; `unrolled`: without those of roll-ups."""
         files = pc.list_flatten(self.done["files"])
         is_read = pc.equal(pc.struct_field(files, "table"), table)
         paths = pc.struct_field(files, "path")
@@ -141,11 +138,7 @@ ReadRun = Callable[[RunDirectory, str | None], Run]
 def read_runs(
     path: Place, code: str | None = None, read: ReadRun = read_run
 ) -> tuple[list[Run], list[RunError]]:
-    """Read the manifests and commit logs at `path`, and say which runs cannot be read.
-
-    `code` reads only the shards that it measured. `read` may remember runs. It is an error if no
-    run can be read.
-    """
+    """Read the runs at `path`, and say which cannot be read; `code`: only its own shards."""
     runs: list[Run] = []
     unreadable: list[RunError] = []
     for directory in find_runs(absolute(path)):

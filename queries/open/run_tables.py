@@ -62,10 +62,7 @@ def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
 
 
 def bounds(ends: Sequence[float | str | None] | None) -> tuple[float, float]:
-    """The range of a statistic as two floats, from a manifest's `range`.
-
-    JSON does not have infinity, so a manifest writes it as a word or as null.
-    """
+    """A manifest's `range` as two floats: JSON has no infinity, so there it is a word or null."""
     low, high = ends or (None, None)
     return (
         float("-inf") if low is None else float(low),

@@ -42,10 +42,7 @@ Tell = Callable[[str], None]  # called with a line for the user
 
 
 def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
-    """Files of some tables of a run that are not as committed.
-
-    Files in an object store are not read: that would fetch all of them.
-    """
+    """Damaged files of some tables of a run; none in a store, where that would fetch them all."""
     home = run.directory.path
     if not isinstance(home, Path):
         return []

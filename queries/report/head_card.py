@@ -120,10 +120,7 @@ def head_card(
     intervention: str = "none",
     models: RunModels | None = None,
 ) -> HeadCard:
-    """The card of a head. `run_id` may be left out if there is one run.
-
-    `models` turns tokens into text. Without it they are numbers.
-    """
+    """The card of a head, of the only run if none is named; `models` turns tokens into text."""
     head = Head.labelled(label)
     if head is None:
         raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")

@@ -66,10 +66,7 @@ class Detail:
 
 
 def write_report(database: RunDatabase, output: Path, models: RunModels | None = None) -> None:
-    """Write the report on some runs into one HTML file. `models` turns tokens into text.
-
-    It is the explorer's page, with the answers that `source.js` looks for in it.
-    """
+    """Write one HTML file: the explorer's page with the answers that `source.js` looks for."""
     check_writable(output)
     runs = shown_runs(runs_by_id(database).values())
     detail = _detail(runs)
@@ -257,10 +254,7 @@ def _rounded(values: Array, digits: int) -> list[float | None]:
 
 
 def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
-    """By intervention, the mean of every prediction that is one number a sequence.
-
-    Beside it stands the mean change from the untouched model.
-    """
+    """By intervention, the mean of each prediction that is a number, and the mean of its change."""
     measured = database.columns("sequences")
     by_intervention: dict[str, list[Record]] = {}
     for prediction in PREDICTIONS.values():
@@ -337,10 +331,7 @@ def _examples(
 
 
 def _dormant_blocks(database: RunDatabase) -> list[Record]:
-    """A scatter plot for each model, intervention and combination of runs.
-
-    It sets copying where the input repeats against resting elsewhere.
-    """
+    """Scatter plots: copying where the input repeats, against resting where it does not."""
     view = "dormant_induction_heads"
     # Any other error is raised: an empty place on the page means that nothing was measured.
     if view in database.unmeasured_views(view):

@@ -51,10 +51,7 @@ class Histograms:
     counts: Array  # by bin, layer and head
 
     def groups_of(self, head: Head) -> tuple[int, int, list[int]]:
-        """The histogram of one head: its first bin, how many bins are added up, and the sums.
-
-        A head has an axis of its own, because most heads fill a small part of the common one.
-        """
+        """First bin, bins a group, and sums of a head, which fills a small part of the axis."""
         counts = self.counts[:, *head]
         filled = np.flatnonzero(counts)
         if not len(filled):
@@ -90,10 +87,7 @@ class Section:
     curves: list[Curve] = field(default_factory=list[Curve])
 
     def percentile(self, statistic: int, head: Head) -> float:
-        """The share of the other heads with a smaller mean, in percent.
-
-        A head with the same mean counts half. NaN for an undefined mean, or for a single head.
-        """
+        """Percent of the other heads with a smaller mean, ties half; NaN if undefined or alone."""
         means = self.numbers["mean"][statistic]
         own, others = means[head], np.count_nonzero(~np.isnan(means)) - 1
         if np.isnan(own) or not others:
@@ -125,10 +119,7 @@ def read_section(
     head: Head | None = None,
     with_details: bool = True,
 ) -> Section:
-    """Read what a page shows. `head` limits all but the means, which percentiles need, to it.
-
-    `with_details` also reads distributions and subsets.
-    """
+    """Read what a page shows; `head` limits all but the means, which percentiles need, to it."""
     rows = _Rows(database, run, intervention)
     summaries = _table(database, "means of heads", rows.summaries())
     measured = set(summaries["statistic"].to_pylist())

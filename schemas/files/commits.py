@@ -279,10 +279,7 @@ def gather_loose(directory: Place, run_id: str) -> None:
 
 
 def write_segment(directory: Place, table: pa.Table) -> None:
-    """Write rows of a commit log into one segment, which counts more than those before it.
-
-    Nothing is deleted. A row without files takes its shard back.
-    """
+    """Write a segment, which outranks those before it; a row without files takes its shard back."""
     # The name goes on with six digits, by which readers know the latest segment.
     numbers = [int(name[8:14]) for name in _segments(names(directory))]
     content = parquet_bytes(table)

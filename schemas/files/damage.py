@@ -216,10 +216,7 @@ def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
 def problem(
     home: Place, file: CommittedFile, bounds: Mapping[str, Bounds], content: OpenFile | None = None
 ) -> str | None:
-    """What is wrong with a committed file, as words that follow its path; None if nothing is.
-
-    `content` is the open file; without it the file is opened here.
-    """
+    """What is wrong with a committed file, as words behind its path; `content` is it, if open."""
     # Nothing outside of the run is opened, whatever a damaged commit names.
     if not is_data_path(file.path):
         return _size_problem(NOT_OURS, file.bytes)

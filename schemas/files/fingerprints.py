@@ -130,10 +130,7 @@ class _Source(NamedTuple):
 
 @cache
 def _read_function(function: FunctionType) -> _Source:
-    """A function's own code, without prose, decorators and the ranges of parameters.
-
-    Every plan asks for it, and it never changes.
-    """
+    """A function's own code, without prose, decorators and the ranges of parameters."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     _strip_prose(tree, with_errors=False)
     for node in ast.walk(tree):

@@ -81,10 +81,7 @@ def problem_of(annotation: object, value: object) -> str | None:
 
 
 def by_key(error: ValidationError) -> dict[str, list[Problem]]:
-    """The problems of each dotted key.
-
-    If a value fits no member of a union, its key has a problem for each member.
-    """
+    """The problems of each dotted key; that of a union has one for each member."""
     problems_by_key: dict[str, list[Problem]] = {}
     for problem in error.errors():
         first, *rest = problem["loc"]

@@ -192,10 +192,7 @@ class BoundIntervention:
                 raise ScanError(f"interventions: '{self.intervention}': {problem}")
 
     def check_measured(self, depth: int) -> None:
-        """Refuse changes of layers from `depth` on, which no forward pass goes through.
-
-        They would change nothing.
-        """
+        """Refuse changes of layers from `depth` on, which no pass reaches: they change nothing."""
         for part in self.parts:
             if part.layer is not None and part.layer >= depth:
                 raise ScanError(

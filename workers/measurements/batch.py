@@ -118,10 +118,7 @@ class LayerFormulas:
         self._evaluated: set[tuple[int, Formula]] = set()
 
     def evaluate(self, layer: int, activations: Activations) -> None:
-        """Evaluate what can be evaluated now and was not before.
-
-        The fused engine calls this twice in a layer: after the attention, and at its end.
-        """
+        """Evaluate what can be, and was not before: behind a layer's attention, and at its end."""
         heads = self.heads.part(layer)
         if layer not in self._weights:
             weights = attention_weights(self.model, layer, self.weight_names)

@@ -55,10 +55,7 @@ def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) ->
 
 
 def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
-    """The cells in the order of the table: layer, head, part, document. NULL comes last.
-
-    Without parts, a cell is a head.
-    """
+    """The cells in the table's order: layer, head, part, document, NULL last; or heads."""
     number = sequences["sequence"].to_numpy()
     parts, part = _coded(
         sequences["pile_set_name"].to_pylist() if by_subset else [None] * len(number)

@@ -37,10 +37,7 @@ def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
 def _weights_table(
     model: Model, kind: Kind, statistics: Sequence[Formula], heads: MeasuredHeads
 ) -> pa.Table:
-    """One row per statistic × layer × head × index, in that order.
-
-    A statistic has no rows if the model does not have a weight that it reads.
-    """
+    """One row per statistic × layer × head × index; none if the model lacks a weight."""
     schema = schema_of_rows(kind, statistics)
     existing = [statistic for statistic in statistics if statistic.exists(model.rotary)]
     rows: dict[str, list[pa.Table]] = {statistic.name: [] for statistic in existing}

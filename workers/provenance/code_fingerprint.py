@@ -27,10 +27,7 @@ _known_fingerprints: dict[str, str] = {}
 
 
 def code_fingerprint(root: Path = PACKAGE) -> str:
-    """A fingerprint of every Python file of `schemas` and `workers`.
-
-    Comments, docstrings and layout do not count.
-    """
+    """A fingerprint of the Python files of `schemas` and `workers`, without prose and layout."""
     return read_code(root).fingerprint
 
 

@@ -44,10 +44,7 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 def use_cores(cores: int) -> None:
-    """Have tokenizers use so many cores, in a process that has not tokenised before.
-
-    Otherwise it starts a thread for every core of the machine.
-    """
+    """Have tokenizers use so many cores, not all, in a process that has not tokenised before."""
     os.environ[PARALLELISM] = "false" if cores == 1 else "true"
     os.environ["RAYON_NUM_THREADS"] = str(cores)
 
