@@ -260,7 +260,6 @@ def _scan(
 
 
 def _opened(runs: str, code: str | None = None) -> RunDatabase:
-    """Runs, opened for queries."""
     from headcount.queries.ask.asking import open_runs
 
     database = open_runs(runs, code=code, tell=tell_user)

@@ -63,7 +63,6 @@ class Needs:
         return fields | {"input": {"family": family, **self.input_options}}
 
     def __str__(self) -> str:
-        """What runs must have measured, in words."""
         parts = [*self.statistics, *(f"profile {name}" for name in self.profiles)]
         line = ", ".join(parts) or "a finished run"
         line += f"; input {' or '.join(self.families)}" if self.families else ""

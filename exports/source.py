@@ -282,7 +282,6 @@ class ExportSource:
 
     @property
     def _input_facts(self) -> dict[str, object]:
-        """What the run was measured on."""
         family = {"family": self.run["input_family"], **self.input_options}
         names = ("n_ctx", "sequences_done", "tokens")
         return {"input": family, **{name: self.run[name] for name in names}}

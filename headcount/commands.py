@@ -48,7 +48,6 @@ MODULES = {name: module for panel in PANELS.values() for name, module in panel.i
 
 @cache
 def _group(module: str) -> TyperGroup:
-    """The commands of a module, which is imported for it."""
     return typer.main.get_group(import_module(f"headcount.{module}").commands)
 
 
@@ -84,7 +83,6 @@ class _FrontDoor(TyperGroup):
 
 
 def _print_version(is_wanted: bool) -> None:
-    """Print the release and the fingerprint of the code, and end the command."""
     if not is_wanted:
         return
     import headcount

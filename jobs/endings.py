@@ -310,7 +310,6 @@ def lines_of(error: Exception) -> list[str]:
 
 
 def _refused_by_system(error: OSError) -> str:
-    """What the system refused, and what to do."""
     from headcount.schemas.files.places import reason
 
     problem = f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)

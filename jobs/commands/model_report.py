@@ -73,7 +73,6 @@ def report_model(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _facts_in_words(model: Model, layer: int) -> str:
-    """What the attention of a layer is."""
     if layer not in model.info.attention_layers_or_all:
         return "none, so no rows"
     if (facts := model.facts(layer)) is None:

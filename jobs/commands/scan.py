@@ -180,7 +180,6 @@ def _print_fields(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
 
 
 def _cost_rows(plan: Plan, cost: Cost) -> Iterator[tuple[str, str]]:
-    """What the scan will measure, where, how long that takes and what it writes."""
     replicas = "in this process" if not cost.replicas else counted(cost.replicas, "replica")
     yield "device", f"{cost.device}, {cost.precision}, {replicas}"
     yield "batches", counted(cost.batch_size, "sequence")

@@ -113,8 +113,6 @@ class _Call(NamedTuple):
 
 @dataclass(eq=False)
 class _RemoteReplica:
-    """A replica as the driver sees it."""
-
     actor: Any  # Ray's handle. Ray gives it a new process if the old one dies; the handle stays.
     readiness: ray.ObjectRef | None = None
     """Ray's reference that is fulfilled as soon as the replica is loaded; none after that."""

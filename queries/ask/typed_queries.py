@@ -80,7 +80,6 @@ def parameter_values(words: Sequence[str]) -> dict[str, str]:
 
 
 def _unexpected(word: str, typed: str, options: Sequence[str]) -> str:
-    """Why a word is not understood."""
     if typed.startswith("--"):
         return f"expected a query before {typed}: QUERY --PARAMETER VALUE"
     if not word.startswith("-"):

@@ -160,7 +160,6 @@ def _answer(
     answer_format: Format,
     sql: str,
 ) -> None:
-    """Ask a query and write the answer."""
     from headcount.queries.ask.answers import run_query
     from headcount.queries.ask.formats import rows_to_read, write_file, write_tokens_as_text
     from headcount.queries.ask.mistakes import SqlMistake

@@ -96,7 +96,6 @@ def text(
 
 
 def _heading(run: Record, sequence: Record) -> str:
-    """Where a sequence comes from, on one line."""
     facts = [f"sequence {sequence['sequence']} of {run['run_id']}"]
     facts.append(f"{len(sequence['tokens'])} tokens")
     if sequence["file"] is not None:
@@ -132,7 +131,6 @@ def _write_text(texts: list[str], out: TextIO, width: int) -> None:
 def _write_statistics(
     database: RunDatabase, sequence: int, head: Head, intervention: str, out: TextIO
 ) -> None:
-    """Write what the run measured of a head on a sequence."""
     rows = database.records(f"""
         SELECT
             * EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)

@@ -279,7 +279,6 @@ _SHOWN_OF_RUN = (
 
 
 def _first_statistics(facts: RunFacts) -> list[str]:
-    """The statistics that a page shows first."""
     preferred = [name for name in FIRST_STATISTICS if name in facts.statistics]
     names = dict.fromkeys([*preferred, *facts.statistics])
     return list(names)[: len(FIRST_STATISTICS)]

@@ -262,7 +262,6 @@ class Engine:
             raise
 
     def _ended(self, job: Future[Any]) -> None:
-        """Close the cursors of a query, in the thread that has answered it."""
         connection = self._running.pop(job, None)
         if connection is not None:
             connection.close()
@@ -281,7 +280,6 @@ class Engine:
             await asyncio.sleep(INTERRUPT_SECONDS)
 
     async def _with_texts(self, query: Query, answer: Answer) -> Answer:
-        """The answer with the text of each token."""
         loop = asyncio.get_running_loop()
         run_id = query.scope.run_id
         rows: list[Header] = answer.header["rows"]
@@ -334,7 +332,6 @@ def _header(query: Query, facts: RunFacts) -> Header:
 
 
 def _sql_rows(connection: Interruptible, text: str) -> Header:
-    """The first rows of an answer in SQL."""
     # One row more than is shown tells whether there are more.
     answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
     rows: list[list[object]] = []

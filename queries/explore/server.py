@@ -229,7 +229,6 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
 
 
 async def _signal() -> signal.Signals:
-    """Wait for a signal that ends the command."""
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()
 

@@ -364,7 +364,6 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
 
 
 def _create_rollup_views(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
-    """Create the internal views of roll-ups and of the rows that are in none."""
     opened.unrolled = _unrolled_statistics(opened)
     create_rollup_views(connection, opened.unrolled)
 
@@ -414,7 +413,6 @@ def _leave_out_misfits(
 
 
 def _sql_columns(fields: Iterable[pa.Field]) -> str:
-    """Names and types of columns."""
     return ", ".join(f"{quoted_name(each.name)} {_sql_type(each.type)}" for each in fields)
 
 
@@ -428,7 +426,6 @@ def _sql_type(type_: pa.DataType) -> str:
 
 
 def _store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
-    """Copy rows into the table below a view."""
     connection.register("content", content)
     connection.execute(f"CREATE OR REPLACE TABLE internal.{name}_content AS FROM content")
     connection.unregister("content")

@@ -24,8 +24,6 @@ State = dict[str, Fingerprint]
 
 @dataclass(frozen=True)
 class _Read:
-    """A run as it was read."""
-
     run: Run
     folders: list[str]  # the directories of its data files
     state: State

@@ -180,7 +180,6 @@ def training_step(model: str, revision: str | None) -> int | None:
 
 
 def _shards_of_run(run: Run) -> pa.Table:
-    """One row per shard of a run, in shard order."""
     schema, log = _schema("shards"), run.commit_log
     # A commit says all of a shard, but not what has become of its files since.
     of_commit = [name for name in schema.names if name in log.schema.names]

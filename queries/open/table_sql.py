@@ -73,6 +73,5 @@ def _path_list(paths: list[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Paths in which no character is a wildcard."""
     # A pattern reads [*] as a star and [[] as a bracket.
     return re.sub(r"[*?\[]", r"[\g<0>]", text)

@@ -150,7 +150,6 @@ def _key_files(home: Path) -> list[Path]:
 
 
 def _key_folders() -> list[Path]:
-    """The user's caches, and the temporary directory."""
     folders = [Path(tempfile.gettempdir()) / f"headcount-{os.getuid()}" / "verified"]
     # A user of a container may have neither HOME nor an entry in passwd.
     with suppress(RuntimeError):

@@ -139,7 +139,6 @@ def _overview_of_run(database: RunDatabase, run: Record) -> Record:
 
 
 def _input_words(run: Record) -> str:
-    """The options of a run's input, and what became of its documents."""
     options: Record = json.loads(run["input_options"])
     words = [
         f"{name} {_option_words(value)}" for name, value in options.items() if value is not None

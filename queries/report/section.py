@@ -319,13 +319,11 @@ def _table(database: RunDatabase, subject: str, sql: str) -> pa.Table:
 
 
 def _split(table: pa.Table, column: str) -> Iterator[tuple[str, pa.Table]]:
-    """The rows of each value of a column, in the order of the values."""
     for value in sorted(table[column].unique().to_pylist()):
         yield value, table.filter(pc.equal(table[column], value))
 
 
 def _histograms(rows: pa.Table, shape: tuple[int, ...]) -> Histograms:
-    """Histograms over one common axis, from rows by bin."""
     # Every head has rows of its own, so a bin comes many times. Its ends are the same each time.
     _, first_rows, bin_of_row = np.unique(
         rows["bin"].to_numpy(), return_index=True, return_inverse=True

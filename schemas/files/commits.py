@@ -155,7 +155,6 @@ def _segments(listed: Iterable[str]) -> list[str]:
 
 
 def _loose(listed: Iterable[str]) -> list[str]:
-    """The names of commits that are files of their own."""
     return [name for name in listed if name.startswith("shard-") and name.endswith(".json")]
 
 

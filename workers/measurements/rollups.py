@@ -148,7 +148,6 @@ def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) 
 def _histograms(
     bins: np.ndarray, cell_of_value: np.ndarray, cells: Cells
 ) -> tuple[pa.Array, pa.Array]:
-    """For each cell, the bins with a value, and how many values each has."""
     lowest = int(bins.min(initial=0))
     span = int(bins.max(initial=0)) - lowest + 1
     # Cell and bin as one number, so that one count makes the histograms of many cells. Where shards

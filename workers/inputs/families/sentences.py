@@ -110,7 +110,6 @@ def _fitting(
 
 
 def _filled(template: str, names: Iterable[str]) -> str:
-    """A template with its three names."""
     for place, name in zip(PLACES, names, strict=True):
         template = template.replace(place, name)
     return template
