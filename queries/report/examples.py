@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.report.section import Array, Section, records
+from headcount.queries.report.section import Array, Section
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.scans.measured_heads import Head
@@ -88,7 +88,7 @@ def read_examples(
     for statistic, some_heads in heads.items():
         # SQL has no empty list for IN.
         sql = extremes_sql(section, statistic, some_heads) if some_heads else "FROM range(0)"
-        for row in records(database, f"examples of {statistic}", sql):
+        for row in database.records(sql):
             key = statistic, row["layer"], row["head"]
             most = {one["sequence"] for one in row["most"]}
             # With few sequences, the least active would be among the most active again.
@@ -103,7 +103,7 @@ def read_examples(
         SELECT sequence, pile_set_name, tokens
         FROM sequences {section.condition} AND sequence IN ({numbers}) AND tokens IS NOT NULL
     """
-    sequences = {row["sequence"]: row for row in records(database, "sequences", sql)}
+    sequences = {row["sequence"]: row for row in database.records(sql)}
     # The attention that each token receives, by layer, head and sequence.
     received: dict[tuple[int, int, int], list[float]] = {}
     if RECEIVED in database.columns("curves"):
@@ -112,7 +112,7 @@ def read_examples(
             SELECT layer, head, sequence, {RECEIVED} AS received
             FROM curves {section.condition} AND (layer, head, sequence) IN ({cells})
         """
-        for row in records(database, f"curves of {RECEIVED}", sql):
+        for row in database.records(sql):
             received[row["layer"], row["head"], row["sequence"]] = row["received"]
 
     texts: dict[int, list[str]] = {}

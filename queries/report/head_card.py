@@ -15,7 +15,6 @@ from headcount.queries.report.section import (
     Numbers,
     Section,
     read_section,
-    records,
     runs_by_id,
 )
 from headcount.schemas.errors import QueryError, unknown
@@ -158,7 +157,7 @@ def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:
 
 
 def _card(database: RunDatabase, section: Section, head: Head, examples: Examples) -> HeadCard:
-    facts = {row["name"]: row for row in records(database, "formulas", "FROM formulas")}
+    facts = {row["name"]: row for row in database.records("FROM formulas")}
     run = section.run
 
     def own(numbers: Numbers, column: str, statistic: int) -> Any:  # noqa: ANN401  # int or float
@@ -224,11 +223,11 @@ def _effects(
 ) -> list[CardEffect]:
     run = section.run["run_id"], section.intervention, section.statistics
     queries = effect_queries(*run, has_parts=False)
-    found = {name: records(database, name, sql) for name, sql in queries.items()}
+    found = {name: database.records(sql) for name, sql in queries.items()}
     effects: list[CardEffect] = []
     answer = effects_answer(run[0], section.n_layers, section.statistics, found)
     sql = f"SELECT statistic, q FROM head_effects {section.condition} AND label = '{head}'"
-    rows = records(database, "q of effects", sql) if answer["effects"] else []
+    rows = database.records(sql) if answer["effects"] else []
     q = {row["statistic"]: row["q"] for row in rows}
     for about in answer["effects"]:
         own = statistics[about["statistic"]]

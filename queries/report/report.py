@@ -38,7 +38,6 @@ from headcount.queries.report.section import (
     Numbers,
     Section,
     read_section,
-    records,
     runs_by_id,
 )
 from headcount.queries.sql_text import text_literal
@@ -88,7 +87,7 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
     data = {
         "overview": {
             "runs": overview,
-            "statistics": records(database, "statistics", f"SELECT {facts} FROM statistics"),
+            "statistics": database.records(f"SELECT {facts} FROM statistics"),
             "damage": [],
             "is_short": not detail.distributions,
             "dormant": _dormant_blocks(database),
@@ -119,10 +118,8 @@ def _overview_of_run(database: RunDatabase, run: Record) -> Record:
         "statistics"
     )
     in_run = f"WHERE run_id = {text_literal(run['run_id'])}"
-    damaged = records(database, "damaged shards", f"FROM shards {in_run} AND status = 'damaged'")
-    subsets = records(
-        database,
-        "subsets of the Pile",
+    damaged = database.records(f"FROM shards {in_run} AND status = 'damaged'")
+    subsets = database.records(
         f"SELECT DISTINCT pile_set_name AS name FROM sequences {in_run} "
         "AND pile_set_name IS NOT NULL ORDER BY ALL",
     )
@@ -171,7 +168,7 @@ def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
         ORDER BY ALL
     """
     engines: list[str] = []
-    for method in records(database, "engines", sql):
+    for method in database.records(sql):
         layers = method["built_layers"]
         built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
         engines.append(f"{method['engine']}{built}")
@@ -181,12 +178,12 @@ def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
 def _head_facts(database: RunDatabase, section: Section) -> Record:
     """Every number by head of a section, as lists in the order of layers and heads."""
     sql = "SELECT name, meaning, unit FROM formulas"
-    facts = {row["name"]: row for row in records(database, "formulas", sql)}
+    facts = {row["name"]: row for row in database.records(sql)}
     run_id = section.run["run_id"]
     queries = effect_queries(
         run_id, section.intervention, section.statistics, has_parts=PARTS in facts
     )
-    found = {name: records(database, name, sql) for name, sql in queries.items()}
+    found = {name: database.records(sql) for name, sql in queries.items()}
     return {
         "n_layers": section.n_layers,
         "n_heads": section.n_heads,
@@ -261,7 +258,7 @@ def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
         # What has a number for every token has no mean over sequences.
         if prediction.per_token or name not in measured:
             continue
-        for row in records(database, f"prediction {name}", _prediction_sql(name, in_run)):
+        for row in database.records(_prediction_sql(name, in_run)):
             entry = {"name": name, "unit": prediction.unit, "meaning": prediction.meaning, **row}
             by_intervention.setdefault(row["intervention"], []).append(entry)
     return by_intervention
@@ -353,4 +350,4 @@ def _dormant_blocks(database: RunDatabase) -> list[Record]:
         GROUP BY ALL
         ORDER BY repeated_run, unrepeated_run, text_run, intervention
     """
-    return records(database, view, sql)
+    return database.records(sql)

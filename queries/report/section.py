@@ -26,7 +26,6 @@ from headcount.queries.report.head_curves import (
     profile_curves_sql,
 )
 from headcount.queries.sql_text import quoted_name, text_literal
-from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.measured_heads import Head
@@ -121,7 +120,7 @@ def read_section(
 ) -> Section:
     """Read what a page shows; `head` limits all but the means, which percentiles need, to it."""
     rows = _Rows(database, run, intervention)
-    summaries = _table(database, "means of heads", rows.summaries())
+    summaries = database.table(rows.summaries())
     measured = set(summaries["statistic"].to_pylist())
     # In the order of the registry, and not in that of the rows.
     names = [
@@ -140,15 +139,15 @@ def read_section(
         return section
     of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
     if with_details:
-        bins = _table(database, "distributions", rows.distributions(of_head))
+        bins = database.table(rows.distributions(of_head))
         for name, of_statistic in _split(bins, "statistic"):
             section.histograms[name] = _histograms(of_statistic, shape)
         if sql := rows.subsets(of_head):
-            for subset, of_subset in _split(_table(database, "subsets", sql), "pile_set_name"):
+            for subset, of_subset in _split(database.table(sql), "pile_set_name"):
                 section.subsets[subset] = numbers_by_head(of_subset, names, shape)
     # An intervention has changes if the same run also measured the untouched model.
     if intervention != "none" and "none" in run["interventions"]:
-        changes = _table(database, "changes", rows.changes(of_head))
+        changes = database.table(rows.changes(of_head))
         section.changes = numbers_by_head(changes, names, shape)
     section.curves = list(_curves(database, section, of_head))
     return section
@@ -253,7 +252,7 @@ class _Rows:
     def subsets(self, of_head: str) -> str | None:
         """Means by head and subset of the Pile, if documents say of which they are."""
         known = f"FROM sequences {self.condition} AND pile_set_name IS NOT NULL LIMIT 1"
-        has_subsets = bool(records(self.database, "subsets of the Pile", known))
+        has_subsets = bool(self.database.records(known))
         return self.summaries(of_head, by_subset=True) if has_subsets else None
 
     def changes(self, of_head: str) -> str:
@@ -298,24 +297,8 @@ def uniform_baselines(database: RunDatabase, run_id: str) -> Record:
     sql = f"""
         SELECT avg(COLUMNS('^uniform_.*')) FROM sequences WHERE run_id = {text_literal(run_id)}
     """
-    (levels,) = records(database, "uniform baselines", sql)
+    (levels,) = database.records(sql)
     return levels
-
-
-def records(database: RunDatabase, subject: str, sql: str) -> list[Record]:
-    """The rows of a query. If it fails, the error is one line that names its subject."""
-    try:
-        return database.records(sql)
-    except QueryError as error:
-        raise QueryError(f"report, {subject}: {error}") from None
-
-
-def _table(database: RunDatabase, subject: str, sql: str) -> pa.Table:
-    """The rows of a query as a table. If it fails, the error names its subject."""
-    try:
-        return database.table(sql)
-    except QueryError as error:
-        raise QueryError(f"report, {subject}: {error}") from None
 
 
 def _split(table: pa.Table, column: str) -> Iterator[tuple[str, pa.Table]]:
@@ -361,21 +344,21 @@ def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[C
     if not database.columns("profile_means") >= {"profile", *AXES}:
         return
     condition = section.condition + of_head
-    table = _table(database, "profile_means", profile_curves_sql(condition))
+    table = database.table(profile_curves_sql(condition))
     profiles = list(curves_of_profiles(table, section.shape))
     yield from profiles
     names = {curve.profile for curve in profiles}
     sql = "SELECT name, axis FROM formulas WHERE field = 'curves'"
-    for record in records(database, "formulas", sql):
+    for record in database.records(sql):
         profile, axis = record["name"], record["axis"]
         # What a run averaged is not read sequence by sequence again.
         if profile in names or axis not in AXES:
             continue
-        rows = _table(database, f"curves of {profile}", kept_curve_sql(profile, axis, condition))
+        rows = database.table(kept_curve_sql(profile, axis, condition))
         if len(rows):
             yield curve_of(profile, axis, False, rows, section.shape)
 
 
 def runs_by_id(database: RunDatabase) -> dict[str, Record]:
     """The rows of the view `runs`, in its order."""
-    return {row["run_id"]: row for row in records(database, "runs", "FROM runs")}
+    return {row["run_id"]: row for row in database.records("FROM runs")}
