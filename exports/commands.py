@@ -216,7 +216,7 @@ def _measured(
 ) -> tuple[str, RunDatabase | None]:
     """Measure all that is needed; returns where its run lies, and the baseline's run, opened."""
     from headcount.jobs.api import measure_losses_beside
-    from headcount.jobs.commands.calibrate import DRAWN_HEADS, DRAWN_SEQUENCES
+    from headcount.jobs.commands.cluster import DRAWN_HEADS, DRAWN_SEQUENCES
     from headcount.jobs.plan.calibration import calibration_of
     from headcount.jobs.resources import Resources
     from headcount.schemas.files.places import absolute

@@ -14,7 +14,7 @@ PANELS = {
         "init": "jobs.commands.scan",
         "plan": "jobs.commands.scan",
         "scan": "jobs.commands.scan",
-        "calibrate": "jobs.commands.calibrate",
+        "calibrate": "jobs.commands.cluster",
         "corpus": "jobs.commands.corpus",
         "doctor": "jobs.commands.upkeep",
     },
