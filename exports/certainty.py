@@ -15,14 +15,9 @@ MARGIN = 0.05
 is a list: those of random weights are a little above or below it, and enough documents would tell.
 """
 
-LARGEST_Q = 0.05
-"""Share of false heads that a list may have, on average."""
-
-SPLITS = 20
-"""Random splits of the documents into halves."""
-
-STABLE = 0.9
-"""Median Jaccard index from which on a list is stable."""
+LARGEST_Q = 0.05  # share of false heads that a list may have, on average
+SPLITS = 20  # random splits of the documents into halves
+STABLE = 0.9  # median Jaccard index from which on a list is stable
 
 
 @dataclass(frozen=True)
@@ -33,8 +28,7 @@ class DocumentSums:
     """Sum over the sequences of each document: `[document layer head]`. NaN in a layer that does
     not attend.
     """
-    numbers: np.ndarray
-    """Sequences of each document: `[document]`."""
+    numbers: np.ndarray  # sequences of each document: `[document]`
 
     @property
     def documents(self) -> int:
@@ -76,13 +70,10 @@ class Scores:
     """A score of every head, and how surely it is above a baseline: `[layer head]` each."""
 
     means: np.ndarray
-    excess: np.ndarray
-    """Less the baseline."""
-    errors: np.ndarray
-    """Standard errors of the excess."""
+    excess: np.ndarray  # less the baseline
+    errors: np.ndarray  # standard errors of the excess
     effective_documents: float
-    p: np.ndarray
-    """One-sided, of an excess this large if the true one is no larger than a margin."""
+    p: np.ndarray  # one-sided, of an excess this large if the true one is no larger than a margin
 
     @property
     def q(self) -> np.ndarray:
@@ -156,10 +147,8 @@ class Stability:
     lowest: float
     highest: float
     splits: int
-    parts: int
-    """How many were split into halves."""
-    of: str = "documents"
-    """What they are."""
+    parts: int  # how many were split into halves
+    of: str = "documents"  # what they are
 
     @property
     def verdict(self) -> str:
@@ -207,8 +196,7 @@ def stability_of(
 class Choice:
     """Heads that were chosen, and how sure that is."""
 
-    items: Mapping[tuple[int, int], float]
-    """The chosen `(layer, head)`, each with its q."""
+    items: Mapping[tuple[int, int], float]  # the chosen `(layer, head)`, each with its q
     stability: Stability
 
     @property

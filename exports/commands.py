@@ -216,7 +216,7 @@ def _measured(
 ) -> tuple[str, RunDatabase | None]:
     """Measure all that is needed; returns where its run lies, and the baseline's run, opened."""
     from headcount.jobs.api import measure_losses_beside
-    from headcount.jobs.commands.calibrate import DRAWN_HEADS, DRAWN_SEQUENCES
+    from headcount.jobs.commands.cluster import DRAWN_HEADS, DRAWN_SEQUENCES
     from headcount.jobs.plan.calibration import calibration_of
     from headcount.jobs.resources import Resources
     from headcount.schemas.files.places import absolute
@@ -238,10 +238,7 @@ def _measured(
 def _scan(
     needs: Needs, name: str, fields: dict[str, Any], overrides: list[str] | None, device: Device
 ) -> str:
-    """Run the scan that measures what is needed, or continue its run. Returns where its run lies.
-
-    `fields` are those that the user chose: `model` and `out`. It runs in this process.
-    """
+    """Run or continue the scan that measures what is needed; returns where its run lies."""
     from headcount.jobs.api import run_scan
     from headcount.schemas.scans.scan import override_fields
     from headcount.workers.model.files.model_info import describe, find_model
@@ -263,7 +260,6 @@ def _scan(
 
 
 def _opened(runs: str, code: str | None = None) -> RunDatabase:
-    """Runs, opened for queries."""
     from headcount.queries.ask.asking import open_runs
 
     database = open_runs(runs, code=code, tell=tell_user)

@@ -1,7 +1,5 @@
 """Losses under interventions, which a format measures in runs of their own beside the run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +11,7 @@ from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.files.places import absolute
 from headcount.schemas.files.run_directory import RunDirectory
 
-FEWEST_DOCUMENTS = 4
-"""Half of them choose and the others report, and a standard error needs two."""
+FEWEST_DOCUMENTS = 4  # half of them choose and the others report, and a standard error needs two
 
 
 def documents_of(source: ExportSource, sequences: int) -> np.ndarray:

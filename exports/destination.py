@@ -1,7 +1,5 @@
 """Where an export goes: a file or a folder that appears whole, on a disk or in a store."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

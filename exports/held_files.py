@@ -3,8 +3,6 @@
 The registry imports every file of `formats`, and this one needs pyiceberg, so it lies here.
 """
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -22,8 +22,7 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.registry import Entry, Registry, import_files, prose_of, read_argument
 from headcount.schemas.scans.values import problem_of
 
-Options = Mapping[str, Any]
-"""Values of options by name: numbers, texts and truth values."""
+Options = Mapping[str, Any]  # values of options by name: numbers, texts and truth values
 
 Part = Annotated[float, Field(gt=0, lt=1)]
 """A share that chooses: all or nothing would be no choice."""
@@ -39,15 +38,12 @@ not. Few tokens of natural text need anything far away, so their mean would hide
 class Needs:
     """What a run must have measured so that a format can be made of it."""
 
-    statistics: tuple[str, ...] = ()
-    """Statistics as a scan writes them: `distant_mass(4,64)`."""
+    statistics: tuple[str, ...] = ()  # statistics as a scan writes them: `distant_mass(4,64)`
     profiles: tuple[str, ...] = ()
-    families: tuple[str, ...] = ()
-    """Input families that the format can be made of. Empty: any."""
+    families: tuple[str, ...] = ()  # Input families that the format can be made of. Empty: any.
     input_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the input of the scan that `--model` runs."""
-    every_head: bool = True
-    """Whether the run must have measured every head of the model."""
+    every_head: bool = True  # whether the run must have measured every head of the model
     calibrated: bool = False
     """Whether measured interventions must say how far the estimates can be trusted."""
     baseline: Needs | None = None
@@ -56,10 +52,7 @@ class Needs:
     """
 
     def scan_fields(self, model: str, positions: int | None = None) -> dict[str, Any]:
-        """The scan that measures it, as the fields of a scan file. The baseline is another scan.
-
-        Its sequences are no longer than the `positions` of the model, if they are known.
-        """
+        """The fields of a scan that measures it, in at most `positions` tokens a sequence."""
         fields: dict[str, Any] = {"model": model, "n_ctx": min(1024, positions or 1024)}
         fields |= {"sequences": 64, "sequences_per_shard": 16}
         if self.statistics:
@@ -70,7 +63,6 @@ class Needs:
         return fields | {"input": {"family": family, **self.input_options}}
 
     def __str__(self) -> str:
-        """What runs must have measured, in words."""
         parts = [*self.statistics, *(f"profile {name}" for name in self.profiles)]
         line = ", ".join(parts) or "a finished run"
         line += f"; input {' or '.join(self.families)}" if self.families else ""
@@ -82,12 +74,9 @@ class Needs:
 class CacheCut:
     """Which KV heads keep their whole cache, and what the others keep."""
 
-    heads: list[tuple[int, int]]
-    """The heads that keep everything: layer and KV head."""
-    sink: int
-    """First keys that the others keep."""
-    recent: int
-    """Last keys that the others keep."""
+    heads: list[tuple[int, int]]  # the heads that keep everything: layer and KV head
+    sink: int  # first keys that the others keep
+    recent: int  # last keys that the others keep
     is_ranking: bool = False
     """Whether the file leaves open how many heads keep everything. Then `heads` are all of them,
     the highest score first.
@@ -122,27 +111,20 @@ class Exported:
     """
     stability: Stability | None = None
     """How far halves of the documents agree on a list. None if it is none."""
-    notes: tuple[str, ...] = ()
-    """Lines that the user should read."""
+    notes: tuple[str, ...] = ()  # lines that the user should read
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportFormat(Entry):
     """A registered format."""
 
-    title: str
-    """What it holds, in a few words."""
-    read_by: str
-    """Tools that load it."""
-    source: str
-    """Where the format is defined: a URL."""
+    title: str  # what it holds, in a few words
+    read_by: str  # tools that load it
+    source: str  # where the format is defined: a URL
     writes: Literal["file", "folder"]
-    example: str
-    """A path that a user might write it to."""
-    load: str
-    """Python that loads what was written to that path. A test runs it."""
-    measures: bool = False
-    """Whether it measures more than the run has, in a run beside it."""
+    example: str  # a path that a user might write it to
+    load: str  # Python that loads what was written to that path. A test runs it.
+    measures: bool = False  # whether it measures more than the run has, in a run beside it
     needs_of: Callable[..., Needs] | Needs
     """What it needs, or a function of some of the options, which it takes by name."""
 

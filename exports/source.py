@@ -49,12 +49,10 @@ class ExportSource:
     """One run, and the options with which a format is made of it."""
 
     database: RunDatabase
-    run: Mapping[str, Any]
-    """The run's row in the view `runs`."""
+    run: Mapping[str, Any]  # the run's row in the view `runs`
     format: ExportFormat
     options: Options
-    destination: Place
-    """Where the file or folder will be, for formats that depend on its name."""
+    destination: Place  # where the file or folder will be, for formats that depend on its name
     baseline: ExportSource | None = None
     """The second run, if the format needs one (`Needs.baseline`)."""
     split: tuple[int, int] | None = None
@@ -286,7 +284,6 @@ class ExportSource:
 
     @property
     def _input_facts(self) -> dict[str, object]:
-        """What the run was measured on."""
         family = {"family": self.run["input_family"], **self.input_options}
         names = ("n_ctx", "sequences_done", "tokens")
         return {"input": family, **{name: self.run[name] for name in names}}

@@ -1,7 +1,5 @@
 """The front door: starts the command line, and ends it in lines and not in stack traces."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

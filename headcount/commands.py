@@ -1,7 +1,5 @@
 """The commands of `headcount`: a table says which module has which."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
@@ -16,7 +14,7 @@ PANELS = {
         "init": "jobs.commands.scan",
         "plan": "jobs.commands.scan",
         "scan": "jobs.commands.scan",
-        "calibrate": "jobs.commands.calibrate",
+        "calibrate": "jobs.commands.cluster",
         "corpus": "jobs.commands.corpus",
         "doctor": "jobs.commands.upkeep",
     },
@@ -50,7 +48,6 @@ MODULES = {name: module for panel in PANELS.values() for name, module in panel.i
 
 @cache
 def _group(module: str) -> TyperGroup:
-    """The commands of a module, which is imported for it."""
     return typer.main.get_group(import_module(f"headcount.{module}").commands)
 
 
@@ -86,7 +83,6 @@ class _FrontDoor(TyperGroup):
 
 
 def _print_version(is_wanted: bool) -> None:
-    """Print the release and the fingerprint of the code, and end the command."""
     if not is_wanted:
         return
     import headcount

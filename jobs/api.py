@@ -3,8 +3,6 @@
 `headcount.scan` calls this, and opens the run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -77,10 +75,7 @@ def run_scan(
 def measure_losses_beside(
     run: RunDirectory, fields: Mapping[str, object], word: str, resources: Resources
 ) -> Place:
-    """Measure losses of the model of a run in a run of its own, NAME-WORD; returns where it lies.
-
-    `fields` are its scan (`jobs.plan.calibration`). If it is there, it is continued.
-    """
+    """Measure losses beside a run by a scan, as NAME-WORD, or continue; returns where it lies."""
     with where_begun(run, []):
         return run_scan(
             fields,

@@ -1,7 +1,5 @@
 """What commands print for people. Imports nothing heavy: every command loads this."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

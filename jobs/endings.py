@@ -71,24 +71,19 @@ class _ProcessState:
 
     is_a_command = False
     """Whether this process runs a command of ours, and is no notebook or other program."""
-    stop_signal: int | None = None
-    """The signal that asked this process to end; none if none did."""
-    has_children = False
-    """Whether this process has started others, which must be ended with it."""
+    stop_signal: int | None = None  # the signal that asked this process to end; none if none did
+    has_children = False  # whether this process has started others, which must be ended with it
     work: Literal["idle", "in hand", "finishing"] | None = None
     """What a block has in hand that can finish it before the process ends; none outside of one."""
-    time_limit: threading.Timer | None = None
-    """Ends the work in hand if it takes too long."""
+    time_limit: threading.Timer | None = None  # ends the work in hand if it takes too long
 
 
 @contextlib.contextmanager
 def starting_processes() -> Iterator[None]:
-    """Start other processes in a block; a command that is stopped from here on ends them.
-
-    Ray takes SIGTERM for itself when it starts, so a command takes it back.
-    """
+    """Start other processes in a block; a command that is stopped from here on ends them."""
     _ProcessState.has_children = True
     yield
+    # Ray takes SIGTERM for itself when it starts.
     if _ProcessState.is_a_command:
         listen_to_signals()
 
@@ -185,17 +180,15 @@ def _end_failed(error: Exception) -> NoReturn:
 
 
 def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
-    """Let the signals that end a command unwind it; returns the handlers before.
-
-    Signals that the shell wants ignored stay ignored, as `nohup` does.
-    """
+    """Let the signals that end a command unwind it; returns the handlers before."""
     # Python allows it in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return {}
     previous: dict[signal.Signals, signal.Handlers] = {}
     for number in STOPPING:
         handler = signal.getsignal(number)
-        # None is a handler that a library set in C, which Python could not put back.
+        # The shell may want some ignored, as `nohup` does. None is a handler that a library set in
+        # C, which Python could not put back.
         if handler is not signal.SIG_IGN and handler is not None:
             previous[number] = handler  # pyright: ignore[reportArgumentType]
             signal.signal(number, _stop)
@@ -231,10 +224,7 @@ def _timer(seconds: float, call: Callable[..., object], *arguments: object) -> t
 
 
 def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
-    """Repeat an interrupt that came where Python can raise nothing, such as in a destructor.
-
-    Python would print it and continue, so the interrupt would be lost.
-    """
+    """Repeat an interrupt from where Python can raise nothing: it would print it and continue."""
     if not isinstance(unraisable.exc_value, KeyboardInterrupt | Stopped):
         sys.__unraisablehook__(unraisable)
         return
@@ -259,10 +249,7 @@ def _end_stopped(number: int) -> NoReturn:
 
 
 def fail_at_once(line: str, last_word: Callable[[], object]) -> None:
-    """End a command with an error, from any thread and whatever its main thread waits for.
-
-    Does nothing in a notebook or another program.
-    """
+    """End a command with an error, from any thread; do nothing in a notebook or another program."""
     if _ProcessState.is_a_command:
         _leave(f"error: {printable(line)}", 2, last_word)
 
@@ -323,7 +310,6 @@ def lines_of(error: Exception) -> list[str]:
 
 
 def _refused_by_system(error: OSError) -> str:
-    """What the system refused, and what to do."""
     from headcount.schemas.files.places import reason
 
     problem = f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)
@@ -344,10 +330,7 @@ def _say(line: str) -> None:
 
 
 def _drop_unwritable_output() -> None:
-    """Drop what stdout cannot write, for example on a full disk.
-
-    Python would try again at exit and print a stack trace.
-    """
+    """Drop what a full disk does not take: Python would try again at exit and print a trace."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -9,8 +9,7 @@ from typing import Literal
 from headcount.schemas.errors import RunError, counted
 from headcount.workers.memory import available_gpus
 
-JOB_ADDRESS = "RAY_ADDRESS"
-"""Variable that Ray sets in the processes of a job."""
+JOB_ADDRESS = "RAY_ADDRESS"  # variable that Ray sets in the processes of a job
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -23,14 +22,12 @@ class Resources:
     """Models in actors of their own; 0 means a single one in this process, without Ray."""
     cores: int = 0
     """Cores of each replica. 0 divides the cores of this machine, and means 1 on a cluster."""
-    device: Device = "auto"
-    """auto means a GPU for each replica if Ray has as many, else CPU cores."""
+    device: Device = "auto"  # auto means a GPU for each replica if Ray has as many, else CPU cores
     address: str | None = None
     """Address of a Ray cluster. None starts Ray on this machine, or joins the cluster that this job
     runs on.
     """
-    ray_prepares: bool = False
-    """Whether Ray prepares a large corpus even if this process measures."""
+    ray_prepares: bool = False  # whether Ray prepares a large corpus even if this process measures
 
     @classmethod
     def asked_for(

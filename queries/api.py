@@ -42,16 +42,14 @@ if TYPE_CHECKING:
 
     from headcount.queries.report.head_card import HeadCard
 
-ROWS_SHOWN = 20
-"""Rows of an answer that a notebook shows; `df()`, `pl()` and `arrow()` have all."""
+ROWS_SHOWN = 20  # rows of an answer that a notebook shows; `df()`, `pl()` and `arrow()` have all
 
 QueryText: TypeAlias = Annotated[str, Field(min_length=0)]
 """An empty one has an error of its own, which says what can be asked."""
 
 MORE_ROWS = "and more rows: df(), pl() and arrow() have all"
 
-CARD_HEIGHT = 900
-"""Height of a card in a notebook, in pixels; it scrolls."""
+CARD_HEIGHT = 900  # height of a card in a notebook, in pixels; it scrolls
 
 RUNS_SUMMARY = """
     SELECT run_id, model, input_family AS input,
@@ -178,8 +176,7 @@ class AnswerTable:
         self._query = query
         self._timeout = timeout
         # No row is read, but DuckDB finds what is wrong with the SQL.
-        self.schema: pa.Schema = self._ask(limit=0).schema
-        """Names and types of the columns."""
+        self.schema: pa.Schema = self._ask(limit=0).schema  # names and types of the columns
 
     def _ask(self, limit: int | None = None) -> Answer:
         connection = self._runs.database.connection
@@ -246,8 +243,7 @@ class AnswerTable:
 class Head:
     """One head: its card as data, and as a page to look at."""
 
-    card: HeadCard
-    """Every statistic, distribution and extreme sequence, as plain lists and numbers."""
+    card: HeadCard  # every statistic, distribution and extreme sequence, as plain lists and numbers
 
     def html(self) -> str:
         """The card as one HTML document, which needs no network."""

@@ -1,7 +1,5 @@
 """Values and names as they stand in SQL."""
 
-from __future__ import annotations
-
 
 def text_literal(value: str) -> str:
     """A text as SQL writes it.

@@ -1,12 +1,9 @@
 """Every error that a user can meet, and helpers for their texts."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 
-LONGEST_NAME = 200
-"""Characters of an unknown name that an error repeats."""
+LONGEST_NAME = 200  # characters of an unknown name that an error repeats
 
 
 class HeadcountError(Exception):

@@ -1,7 +1,5 @@
 """The kinds of formulas, each with its decorator, and what their formulas may read."""
 
-from __future__ import annotations
-
 from headcount.schemas.files import tables
 from headcount.schemas.formulas import Kind
 

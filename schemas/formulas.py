@@ -64,16 +64,12 @@ class Formula(Entry):
     """A registered function and everything that is derived from it."""
 
     kind: Kind = dataclasses.field(repr=False, compare=False)
-    source: str
-    """Where its definition comes from."""
-    axis: str = ""
-    """What its values run over; "none" if it is one number in a table of such values."""
+    source: str  # where its definition comes from
+    axis: str = ""  # what its values run over; "none" if it is one number in a table of such values
     uniform_baseline: bool = False
     """Whether the table `sequences` also stores what uniform attention would score."""
-    standard: bool = False
-    """Whether a scan that does not name statistics measures it."""
-    per_token: bool = False
-    """Whether it is a list with a value for each of `tokens`."""
+    standard: bool = False  # whether a scan that does not name statistics measures it
+    per_token: bool = False  # whether it is a list with a value for each of `tokens`
     defined: Callable[..., Any] | None = None
     """Rule that says where the formula has a value; without a rule it always has one."""
     of_directions: bool = False
@@ -82,8 +78,7 @@ class Formula(Entry):
     """What a layer may lack so that it has no value there: the end of the sentence "NULL if …"."""
     measured_by: str = ""
     """The intervention whose change of the loss it estimates, with {layer}, {head} and options."""
-    arguments: Arguments = ()
-    """Every option of the function, with a value."""
+    arguments: Arguments = ()  # every option of the function, with a value
 
     @property
     def function_name(self) -> str:
@@ -190,21 +185,14 @@ class Kind(Registry[Formula]):
     options stands here with its defaults. `schemas.scans.kinds.KINDS` lists all kinds.
     """
 
-    field: str
-    """Field of a scan, and of a manifest, that names formulas of this kind."""
-    meaning: str
-    """Meaning of the field, as `headcount plan` prints it."""
-    table: Table
-    """The table that the formulas fill."""
+    field: str  # field of a scan, and of a manifest, that names formulas of this kind
+    meaning: str  # meaning of the field, as `headcount plan` prints it
+    table: Table  # the table that the formulas fill
     computed: Computed
-    reads: Mapping[str, str]
-    """What the formulas may read, with its meaning."""
-    gradients: Sequence[str] = ()
-    """What of this only a backward pass knows."""
-    facts: Sequence[str]
-    """What manifests keep besides the facts that every formula has."""
-    axes: Sequence[str] = ("",)
-    """What the formulas may run over."""
+    reads: Mapping[str, str]  # what the formulas may read, with its meaning
+    gradients: Sequence[str] = ()  # what of this only a backward pass knows
+    facts: Sequence[str]  # what manifests keep besides the facts that every formula has
+    axes: Sequence[str] = ("",)  # what the formulas may run over
     may_have_options: bool = False
     averaged: bool = False
     """Whether the mean and spread over a shard's sequences are stored instead of the values."""
@@ -216,8 +204,7 @@ class Kind(Registry[Formula]):
     """
     default: str | tuple[str, ...] = ()
     """What a scan without the field measures. If it is empty, the scan's list may be empty too."""
-    page: str
-    """File in docs/reference about the formulas."""
+    page: str  # file in docs/reference about the formulas
 
     def __repr__(self) -> str:
         return f"Kind({self.field!r})"
@@ -295,10 +282,7 @@ class Kind(Registry[Formula]):
         ]
 
     def select(self, names: str | Iterable[str]) -> tuple[Formula, ...]:
-        """The formulas that a scan names, in registry order.
-
-        `names` is a word of `sets`, or a list of names in which such words may stand too.
-        """
+        """The formulas of a word of `sets`, or of a list with such words, in registry order."""
         selected: dict[str, Formula] = {}
         for name in [names] if isinstance(names, str) else names:
             for formula in self._in_set(name) if name in self.sets else [self.find(name)]:
@@ -367,10 +351,7 @@ def check_names(field: str, names: tuple[str, ...], required: bool) -> None:
 def evaluate(
     function: Callable[..., Tensor], activations: Mapping[str, Any], arguments: Arguments = ()
 ) -> Any:  # noqa: ANN401
-    """The value of a formula, or of its `defined` rule, on the activations that it names.
-
-    A rule takes only some of a formula's options. Without options, the defaults hold.
-    """
+    """The value of a formula, or of its `defined` rule, which takes only some of its options."""
     values = (activations[name] for name in parameters_of(function))
     own_options = options_of(function)
     return function(*values, **{name: value for name, value in arguments if name in own_options})

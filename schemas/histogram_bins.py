@@ -8,8 +8,6 @@ between: zero, and what no float32 activation tells from zero.
 The numbers of bins are plain integers. A sketch of a library would be bytes that no SQL can add.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -21,11 +19,8 @@ LINEAR_BINS = 256
 BINS_PER_OCTAVE = 16
 """Logarithmic bins between a value and its double: each is 2^(1/16) - 1 = 4.4 % wide."""
 
-SMALLEST_OCTAVE = -40
-"""Values below 2^-40 in size are in bin 0."""
-
-LARGEST_OCTAVE = 64
-"""Values of at least 2^64 in size are in the last bin, which has no end."""
+SMALLEST_OCTAVE = -40  # values below 2^-40 in size are in bin 0
+LARGEST_OCTAVE = 64  # values of at least 2^64 in size are in the last bin, which has no end
 
 LAST_BIN = (LARGEST_OCTAVE - SMALLEST_OCTAVE) * BINS_PER_OCTAVE + 1
 """The number of the last logarithmic bin."""

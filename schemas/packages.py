@@ -3,8 +3,6 @@
 `tests/project/test_imports.py` says what each package may import.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 PACKAGES = ("schemas", "workers", "jobs", "queries", "exports", "reproduce", "models")
@@ -13,5 +11,4 @@ PACKAGES = ("schemas", "workers", "jobs", "queries", "exports", "reproduce", "mo
 PACKAGE = Path(__file__).parent.parent
 """The installed package `headcount`. In a clone it has a link to the folder of each package."""
 
-MEASURING = ("schemas", "workers")
-"""Those that decide what a row says."""
+MEASURING = ("schemas", "workers")  # those that decide what a row says

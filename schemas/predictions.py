@@ -6,8 +6,6 @@ What predictions read is computed only if a scan names a prediction that reads i
 # torch gives `norm` no types.
 # pyright: basic
 
-from __future__ import annotations
-
 from headcount.schemas.formula_kinds import PREDICTIONS as PREDICTIONS
 from headcount.schemas.formula_kinds import prediction
 from headcount.schemas.pattern import Tensor

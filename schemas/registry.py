@@ -6,8 +6,6 @@ have (`schemas.scans.values`); an item of the docstring, "* `sink`: meaning.", s
 Whatever a user writes, pages, comments and errors about it are made of these.
 """
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import re
@@ -23,22 +21,16 @@ from headcount.schemas.errors import HeadcountError, ScanError, unknown
 from headcount.schemas.files.fingerprints import fingerprint
 from headcount.schemas.scans.values import OPTIONS, by_key, in_toml, range_of, wrong_value
 
-Argument: TypeAlias = int | float | str
-"""A number, or a name."""
-
-REQUIRED = inspect.Parameter.empty
-"""The default of an option that has none."""
-
-CALL = re.compile(r"(\w+)(?:\(([^()]*)\))?")
-"""A name, and its arguments if it has some."""
+Argument: TypeAlias = int | float | str  # a number, or a name
+REQUIRED = inspect.Parameter.empty  # the default of an option that has none
+CALL = re.compile(r"(\w+)(?:\(([^()]*)\))?")  # a name, and its arguments if it has some
 
 ITEM = re.compile(r"^\* `(\w+)`: (.+(?:\n  .+)*)\n?", re.MULTILINE)
 """What an item of a docstring says of an option."""
 
 WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-LARGEST_WHOLE = 2**53
-"""Up to here a float holds every whole number exactly."""
+LARGEST_WHOLE = 2**53  # up to here a float holds every whole number exactly
 
 
 class Call(NamedTuple):
@@ -102,11 +94,9 @@ class Option:
     """A keyword-only parameter of a function."""
 
     name: str
-    annotation: Any
-    """Its type, with the range of its values."""
+    annotation: Any  # its type, with the range of its values
     default: Any
-    meaning: str
-    """What the docstring says of it; empty if it says nothing."""
+    meaning: str  # what the docstring says of it; empty if it says nothing
 
     @property
     def flag(self) -> str:
@@ -213,8 +203,7 @@ E = TypeVar("E", bound=Entry)
 class Registry(dict[str, E]):
     """Entries by name."""
 
-    word: str
-    """Noun for one of them."""
+    word: str  # noun for one of them
     error: type[HeadcountError] = field(default=ScanError, kw_only=True)
     """What a wrong name or option raises."""
 

@@ -39,8 +39,7 @@ Logit = Annotated["Tensor", Values("logit", *ANY)]
 Logits = Annotated["Tensor", Values("logits", *ANY)]
 LogitSpread = Annotated["Tensor", Values("logits")]
 Nats = Annotated["Tensor", Values("nats")]
-NatsPerToken = Annotated["Tensor", Values("nats per token", *ANY)]
-"""A difference of mean losses."""
+NatsPerToken = Annotated["Tensor", Values("nats per token", *ANY)]  # a difference of mean losses
 Norm = Annotated["Tensor", Values("euclidean norm")]
 Position = Annotated["Tensor", Values("position")]
 Probability = Annotated["Tensor", Values("probability", 0, 1)]

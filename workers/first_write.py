@@ -6,8 +6,6 @@ pyarrow cannot say this condition to a store, so boto3 does.
 # boto3 has no types.
 # pyright: basic
 
-from __future__ import annotations
-
 import errno
 import os
 from functools import cache

@@ -158,10 +158,7 @@ class HeadTrial:
         return pa.Table.from_pylist(rows, schema=SCHEMA)
 
     def fewest(self, ranked_heads: Sequence[KVHead], seed: int = 0) -> int:
-        """How many of ranked heads are enough: the smallest number with which nothing is lost.
-
-        At most `MOST_STEPS` numbers are tried. Heads that the model lacks change nothing.
-        """
+        """The smallest number of heads with which nothing is lost, of `MOST_STEPS` at most."""
         questions = self._questions(seed)
         full = self._answers(self.kv_heads, questions)
         step = -(-len(ranked_heads) // MOST_STEPS)

@@ -31,8 +31,7 @@ from headcount.workers.shard import intervention_tables, measure_shard
 if TYPE_CHECKING:
     from torch import nn
 
-GIVEN = "given"
-"""The input family of rows that no family made."""
+GIVEN = "given"  # the input family of rows that no family made
 
 _PREPARED: WeakKeyDictionary[nn.Module, tuple[BorrowedModel, dict[str, Replica]]] = (
     WeakKeyDictionary()

@@ -4,8 +4,6 @@ The peak is watched here: `ru_maxrss` is in KiB or bytes, by system, and begins 
 process that started this one.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is set once for a whole process, by the command or the actor that owns it."""
 
-from __future__ import annotations
-
 import atexit
 import csv
 import ctypes
@@ -68,11 +66,7 @@ def _leave_all_objects() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed.
-
-    Otherwise it gives every batch's tensors back to the kernel, which zeroes and maps them page by
-    page anew for the next batch.
-    """
+    """Have glibc keep what is freed, which the kernel would zero and map anew for every batch."""
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl does not have it.

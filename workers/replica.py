@@ -85,8 +85,7 @@ class Replica:
             # Now, because a pass that boots it would last seconds longer than the others.
             self.model.boot_bridge()
         self.settlement = settle(self.model, scan, self.device)
-        self.depth = scan.depth(self.model.info)
-        """How many layers a forward pass goes through."""
+        self.depth = scan.depth(self.model.info)  # how many layers a forward pass goes through
         # Without the formulas that such a model does not have.
         existing = {
             kind.field: [each for each in scan.formulas(kind) if each.exists(self.model.rotary)]
@@ -202,10 +201,7 @@ class Replica:
         return tables_of_weights(self.model, self.scan)
 
     def _batches(self, engine: Engine, sequences: _Sequences) -> Iterator[Measurements]:
-        """What each batch found, in order.
-
-        A GPU computes the next batch while the results of this one are fetched and checked.
-        """
+        """What each batch found, in order, fetched and checked while a GPU computes the next."""
         start = 0
         pending: PendingBatch | None = None
         while start < len(sequences.tokens):
@@ -271,14 +267,11 @@ class _Sequences(NamedTuple):
     """Sequences to measure `[sequence pos]`, with what belongs to each."""
 
     tokens: np.ndarray
-    masks: Mapping[str, np.ndarray]
-    """Where each label stands, by label."""
-    partner: np.ndarray | None
-    """Their partners, if the intervention needs them."""
+    masks: Mapping[str, np.ndarray]  # where each label stands, by label
+    partner: np.ndarray | None  # their partners, if the intervention needs them
     untouched: Tensor | None
     """`final_stream` of the untouched model `[sequence d_model]`, if predictions read it."""
-    final_streams: list[Tensor]
-    """Takes the `final_stream` of each batch."""
+    final_streams: list[Tensor]  # takes the `final_stream` of each batch
 
 
 def resolve_device(device: str) -> str:
@@ -289,10 +282,7 @@ def resolve_device(device: str) -> str:
 
 
 def is_device_failure(error: Exception) -> bool:
-    """Whether a device has failed so that only a new process mends it.
-
-    After one such error every call raises it. Too little memory is not such an error.
-    """
+    """Whether a device has failed so that only a new process mends it; want of memory is none."""
     is_device_error = isinstance(error, torch.AcceleratorError)
     return is_device_error and not isinstance(error, torch.OutOfMemoryError)
 
@@ -318,8 +308,7 @@ FIRST_TOKENS = {"cpu": 2048, "cuda": 16384}
 MOST_TOKENS = {"cpu": 16384, "cuda": 1 << 20}
 """No batch is larger: a CPU gains nothing, and its memory is not ours alone."""
 
-REQUIRED_GAIN = 1.05
-"""A larger batch has to be this much faster to be used."""
+REQUIRED_GAIN = 1.05  # a larger batch has to be this much faster to be used
 
 TRIALS = 2
 """Passes of each size while sizes are compared. The first one is slower, as it lays out memory."""

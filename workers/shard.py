@@ -4,8 +4,6 @@ Data files become visible whole, and the commit is written last. So a shard is d
 its commit exists, whenever this process dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -43,13 +41,10 @@ class MeasuredShard:
     """A shard's measurements by intervention, and the time they took."""
 
     input: ShardInput
-    measured: dict[str, InterventionMeasurements]
-    """By intervention, in the order of the scan."""
+    measured: dict[str, InterventionMeasurements]  # by intervention, in the order of the scan
     seconds: float
-    idle_seconds: float
-    """How long the replica had waited for this shard."""
-    device: str
-    """What it was computed on."""
+    idle_seconds: float  # how long the replica had waited for this shard
+    device: str  # what it was computed on
     tables_of_run: dict[str, pa.Table]
     """Rows of the tables that are written once in a run, with shard 0."""
 
@@ -230,10 +225,7 @@ def _sequence_rows(
 
 
 def failure_of(shard: int, error: Exception) -> Failure:
-    """A shard's failure in one line.
-
-    An error of ours says enough. For another one, the line adds its type and where it came from.
-    """
+    """A shard's failure in one line: of an error not of ours, its type and where it came from."""
     if isinstance(error, HeadcountError):
         return Failure(shard, str(error), isinstance(error, WriteError))
     origin = traceback.extract_tb(error.__traceback__)[-1]
@@ -241,10 +233,7 @@ def failure_of(shard: int, error: Exception) -> Failure:
 
 
 def note_failure(run: RunDirectory, failure: Failure, attempt: int) -> Failure:
-    """Record a failure for `headcount status`, and return it; the shard stays undone.
-
-    If it cannot be recorded, the failure that is returned says so too.
-    """
+    """Record a failure for `headcount status`, if possible; returns it. The shard stays undone."""
     record = {"attempts": attempt, "error": failure.error}
     try:
         write_whole(run.failure_file(failure.shard), json.dumps(record, indent=1).encode())

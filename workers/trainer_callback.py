@@ -9,8 +9,6 @@ callback.table()
 A training loop without the Trainer calls `headcount.measure` itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The format `card`: the README with which a run on the Hugging Face Hub can be browsed."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

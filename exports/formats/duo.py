@@ -1,7 +1,5 @@
 """The format `duo`: which KV heads need the whole cache."""
 
-from __future__ import annotations
-
 import io
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The format `expected-attention`: mean and covariance of the queries of every head."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from headcount.exports.formats.head_profiles import input_notes, moments_of_heads

@@ -1,7 +1,5 @@
 """The formats `fp8-kv-scales` and `fp8-kv-checkpoint`: how a cache of 8-bit floats is scaled."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable
@@ -17,8 +15,7 @@ from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import reason
 
-LARGEST_E4M3 = 448.0
-"""The largest number of the format float8_e4m3fn."""
+LARGEST_E4M3 = 448.0  # the largest number of the format float8_e4m3fn
 
 STATISTICS = {"q": "query_absmax", "k": "key_absmax", "v": "value_absmax"}
 """The statistic that each scale is made of."""

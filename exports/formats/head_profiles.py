@@ -1,7 +1,5 @@
 """Profiles of every query head as arrays, over all sequences of a run."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from headcount.exports.source import MOST_PARTS, ExportSource

@@ -1,7 +1,5 @@
 """The format `headkv`: how large a share of the cache each head gets."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from headcount.exports.formats.retrieval_heads import (
@@ -14,15 +12,14 @@ from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.scans.values import Count, Index
 
-STATISTIC = {"mass": "labelled_key_mass(gold,answer)", "copy": "retrieval_score"}
-"""What each way to score heads asks a scan for."""
+MASS = "labelled_key_mass(gold,answer)"  # the statistic of the default score
 
 
 def needs_of_headkv(score: str, sink: int, recent: int) -> Needs:
     """What the score is made of."""
     if score == "effect":
         return Needs(statistics=(f"effect_window({sink},{recent})",), calibrated=True)
-    return Needs(statistics=(STATISTIC[score],), families=NEEDLE_FAMILIES)
+    return Needs(statistics=(MASS,), families=NEEDLE_FAMILIES)
 
 
 @export_format(
@@ -43,29 +40,29 @@ print(max(scores, key=lambda head: sum(scores[head])))  # "layer-head"
 def headkv(
     source: ExportSource,
     *,
-    score: Literal["mass", "copy", "effect"] = "mass",
+    score: Literal["mass", "effect"] = "mass",
     sink: Index = 4,
     recent: Count = 64,
     only_scores: bool = False,
 ) -> Exported:
-    """The scores of every head on needles, in the form of `retrieval-heads` (Fu et al. 2024).
+    """The scores of every head on needles, in the form of `retrieval-heads` (Fu et al. 2024), which
+    writes HeadKV's files `…_retrieval_heads.json`.
 
     HeadKV divides the mean score of a head by the sum over all heads, so only ratios count. A list
     is written if some heads are above what uniform attention would score, or have an effect.
 
     * `score`: `mass` is the attention of the answer's tokens to the needle's value. HeadKV's own
       reasoning score is near to it: it counts the token before each token of the answer, leaves out
-      keys that are not among the highest, and asks questions that need reasoning. `copy` is the
-      retrieval score, as in its files `…_retrieval_heads.json`. `effect` is the rise of the loss if
-      the head sees only the first `sink` and the last `recent` keys, estimated by `effect_window`
-      and calibrated, on any input; 0 where it is not surely above 0.
+      keys that are not among the highest, and asks questions that need reasoning. `effect` is the
+      rise of the loss if the head sees only the first `sink` and the last `recent` keys, estimated
+      by `effect_window` and calibrated, on any input; 0 where it is not surely above 0.
     * `sink`: first keys of `effect`.
     * `recent`: last keys of `effect`.
     * `only_scores`: `true` leaves out the second line, which says where the file is from. HeadKV
       reads the first line alone.
     """
     if score != "effect":
-        return scores_of_sequences(source, STATISTIC[score], only_scores)
+        return scores_of_sequences(source, MASS, only_scores)
     choice = source.choice(lambda part: part.surely_harmful(f"effect_window({sink},{recent})"))
     if not choice.items:
         raise QueryError(

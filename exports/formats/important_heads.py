@@ -1,7 +1,5 @@
 """The format `important-heads`: heads whose attention tells one kind of text from another."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """The format `minference`: how many columns and diagonals of its pattern each head needs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

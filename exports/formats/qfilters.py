@@ -1,7 +1,5 @@
 """The format `qfilters`: the direction along which the queries of a KV head look."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from headcount.exports.formats.head_profiles import input_notes, moments_of_heads

@@ -1,7 +1,5 @@
 """The format `qrhead`: heads that attend from a query to the passage that answers it."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 

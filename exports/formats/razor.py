@@ -1,7 +1,5 @@
 """The format `razor`: echo and induction heads, which keep the whole cache."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The format `retrieval-heads`: how often each head looks at the token that is to be copied."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

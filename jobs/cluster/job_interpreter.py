@@ -6,13 +6,10 @@ shell is run by the Python that runs Ray, and the shell inherits the actor's var
 of a job loads this, so it imports nothing of ours.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
-INTERPRETER = "HEADCOUNT_PYTHON"
-"""The variable that holds the path of the Python that runs Ray."""
+INTERPRETER = "HEADCOUNT_PYTHON"  # the variable that holds the path of the Python that runs Ray
 
 
 def make_interpreter_known() -> None:

@@ -1,7 +1,5 @@
 """Connect to Ray: start it on this machine, or join a cluster. Every error becomes one line."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -49,11 +47,8 @@ cores each, so most of these workers would import Ray and then have nothing to d
 START_SECONDS = 60.0
 """Give up if Ray does not start on this machine in this time. It takes 2 s on an idle machine."""
 
-JOIN_SECONDS = 30.0
-"""Give up if a cluster's head does not answer in this time."""
-
-CONNECT_SECONDS = 10.0
-"""Give up if a machine does not accept a connection in this time."""
+JOIN_SECONDS = 30.0  # give up if a cluster's head does not answer in this time
+CONNECT_SECONDS = 10.0  # give up if a machine does not accept a connection in this time
 
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Variable of Ray: it ends a process that has no head for so many seconds. KubeRay sets it if a new
@@ -63,11 +58,8 @@ head goes on with what the old one knew.
 HEAD_SECONDS = 10.0
 """A command without that variable ends after so many seconds without a head. Ray takes 60."""
 
-WATCH_SECONDS = 1.0
-"""Seconds between two looks at whether Ray is there."""
-
-PROBE_SECONDS = 2.0
-"""A process of Ray that does not accept a connection in this time is gone."""
+WATCH_SECONDS = 1.0  # seconds between two looks at whether Ray is there
+PROBE_SECONDS = 2.0  # a process of Ray that does not accept a connection in this time is gone
 
 FIRST_COMMIT = "the first shard is committed"
 OF_LACK = ("waiting for a machine", "waiting for one")
@@ -207,10 +199,7 @@ def _join(address: str) -> None:
 
 
 def lack_of_room(resources: Resources) -> str | None:
-    """Say what a replica needs that no machine of the cluster has; none if one has all of it.
-
-    This is not an error: a cluster may start machines when they are needed.
-    """
+    """What a replica needs that no machine of the cluster has; it may start one that has it."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     most_cores = int(max((machine.get("CPU", 0) for machine in machines), default=0))
     if resources.device == "cuda" and not any(machine.get("GPU", 0) for machine in machines):

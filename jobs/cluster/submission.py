@@ -48,8 +48,7 @@ from headcount.schemas.files.places import StorePath, place, reason
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, safe_name
 
-CONNECT_SECONDS = 10.0
-"""Give up after this many seconds if a cluster does not answer."""
+CONNECT_SECONDS = 10.0  # give up after this many seconds if a cluster does not answer
 
 STOP_SECONDS = 60.0
 """Give up after this many seconds if a job does not stop; Ray kills it after three."""
@@ -63,8 +62,7 @@ QUEUED_SECONDS = 180.0
 LOG_SECONDS = 1.0
 """Pause between two looks at a log that is followed. It is a line every ten seconds."""
 
-LOG_LINES = 10
-"""The last lines of a log that are shown if a job has failed at once."""
+LOG_LINES = 10  # the last lines of a log that are shown if a job has failed at once
 
 OF_RAY = ("Running entrypoint for job", "Runtime env is setting up")
 """What a log also holds, and what tells a user nothing."""
@@ -81,17 +79,12 @@ class Job(NamedTuple):
 
     job_id: str
     run_id: str
-    run: str
-    """Path or address of the run directory."""
+    run: str  # path or address of the run directory
     attempt: int
-    state: str
-    """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
-    message: str
-    """Last line of Ray's message about it."""
-    started: float
-    """Seconds since 1970."""
-    exit_code: int | None
-    """Of the driver, if it has ended by itself."""
+    state: str  # PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED
+    message: str  # last line of Ray's message about it
+    started: float  # seconds since 1970
+    exit_code: int | None  # of the driver, if it has ended by itself
 
     @classmethod
     def of(cls, details: JobDetails) -> Job:
@@ -131,8 +124,7 @@ class Submission(NamedTuple):
 
     run_id: str
     job_id: str
-    line: str
-    """What was done, in words."""
+    line: str  # what was done, in words
     is_new: bool = False
     """Whether it started a job; otherwise the run has one that is at work or succeeded."""
 
@@ -248,10 +240,7 @@ class JobClient:
         return Submission(job.run_id, job.job_id, f"{line}{job.run_id} shows what it does")
 
     def wait(self, job_id: str) -> str:
-        """Wait until a job has committed a shard or lacks machines; returns a line that says it.
-
-        If the job fails before, raises with the last lines of its log.
-        """
+        """Wait until a job has committed a shard or lacks machines; raises if it fails before."""
         deadline = time.monotonic() + QUEUED_SECONDS
         while True:
             job = self.job(job_id)

@@ -1,7 +1,5 @@
 """The subcommands `corpus prepare`, `corpus list`, `corpus show` and `corpus remove`."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated
@@ -26,8 +24,7 @@ CorporaOption = Annotated[
 ]
 Key = Annotated[str, typer.Argument(metavar="KEY", help="The store's key; its beginning will do.")]
 
-DEFAULT = "runs/corpora"
-"""Where token stores lie unless a scan says something else."""
+DEFAULT = "runs/corpora"  # where token stores lie unless a scan says something else
 
 
 commands = typer.Typer(

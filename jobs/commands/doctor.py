@@ -24,22 +24,16 @@ if TYPE_CHECKING:
     from headcount.workers.engine.kernel.sweep_kernel import Sweep
     from headcount.workers.replica import Replica
 
-READING = ("duckdb", "pyarrow", "numpy", "pydantic")
-"""Libraries that are always installed."""
+READING = ("duckdb", "pyarrow", "numpy", "pydantic")  # libraries that are always installed
 
 MEASURING = ("torch", "transformer_lens", "transformers", "tokenizers", "ray", "datasets")
 """Libraries of the extra `scan`."""
 
 INSTALL = "in headcount's folder, run: pip install -e '.[scan]'"
 
-DRIFT = 1e-5
-"""Largest difference that is allowed between the two engines on a probability."""
-
-MEMORY = 4e9
-"""Bytes of memory that a scan with Ray needs."""
-
-DISK = 1e9
-"""Bytes of disk that a small run and Ray's files need."""
+DRIFT = 1e-5  # largest difference that is allowed between the two engines on a probability
+MEMORY = 4e9  # bytes of memory that a scan with Ray needs
+DISK = 1e9  # bytes of disk that a small run and Ray's files need
 
 
 @dataclass(frozen=True)
@@ -48,10 +42,8 @@ class Check:
 
     name: str
     ok: bool
-    result: str
-    """What was found, in words."""
-    advice: str = ""
-    """What to do if it is not ok."""
+    result: str  # what was found, in words
+    advice: str = ""  # what to do if it is not ok
 
 
 def check_kernel(
@@ -59,11 +51,7 @@ def check_kernel(
     sweep: Sweep | None = None,
     layers: Sequence[tuple[Shape, FactNames]] | None = None,
 ) -> Iterator[Check]:
-    """Compare the GPU's kernel with the tiles with every shape, fact and format of factors.
-
-    Both sweep over the same scores. The tiles are the reference: they run everywhere and are tested
-    everywhere. The kernel is faster and runs only on a GPU.
-    """
+    """Compare the GPU's kernel with the tiles, the reference, with every shape, fact and format."""
     import torch
 
     from headcount.workers.engine.kernel import sweep_kernel
@@ -90,10 +78,7 @@ def check_kernel(
 
 
 def examine(out: str | None = None) -> Iterator[Check]:
-    """Check the interpreter, our own code, the libraries, the machine and every bundled model.
-
-    Also the place `out`, where runs are to be written.
-    """
+    """Check interpreter, code, libraries, machine, bundled models, and `out`, the place of runs."""
     yield Check("python", True, f"{platform.python_version()} on {platform.platform()}")
     yield Check("code", True, f"from {PACKAGE}")
     libraries = [check_library(library) for library in (*READING, *MEASURING)]
@@ -159,10 +144,7 @@ def check_out(out: str) -> Check:
 
 
 def _check_bundled_model(name: str) -> Check:
-    """Measure two sequences with both engines, which must agree.
-
-    Two independent ways to the same numbers show a broken library or processor.
-    """
+    """Measure two sequences with both engines: they differ if a library or processor is broken."""
     from headcount.workers.model.files.model_info import describe, find_model
     from headcount.workers.replica import Replica
 
@@ -188,10 +170,7 @@ def _check_bundled_model(name: str) -> Check:
 
 
 def _largest_drift(fused: Replica, dense: Replica, tokens: np.ndarray) -> tuple[str, float]:
-    """The standard probability in which two engines differ most, and by how much.
-
-    A value that only one of them has is a difference of 1.
-    """
+    """The standard probability in which engines differ most, and by how much; 1 if one has none."""
     fused_columns = fused.measure(tokens).heads
     dense_columns = dense.measure(tokens).heads
     drifts: dict[str, float] = {}

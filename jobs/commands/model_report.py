@@ -1,7 +1,5 @@
 """What `headcount doctor --model NAME` says: how a model would be measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,8 +18,7 @@ from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_we
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
 
-TRIAL_TOKENS = 16
-"""Tokens of the sequences that are measured as a trial."""
+TRIAL_TOKENS = 16  # tokens of the sequences that are measured as a trial
 
 
 def report_model(name: str) -> Iterator[tuple[str, str]]:
@@ -76,7 +73,6 @@ def report_model(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _facts_in_words(model: Model, layer: int) -> str:
-    """What the attention of a layer is."""
     if layer not in model.info.attention_layers_or_all:
         return "none, so no rows"
     if (facts := model.facts(layer)) is None:
@@ -160,10 +156,7 @@ LARGEST_TRIAL_WINDOW = 128
 
 
 def undefined_behind(window: int) -> list[str]:
-    """The statistics of attention that have no value because of a window, in long sequences.
-
-    They are evaluated on random queries and keys, with the window and without it.
-    """
+    """The statistics of attention that lose their value to a window, on random queries and keys."""
     window = min(window, LARGEST_TRIAL_WINDOW)
     # So long that queries at the end see nothing of the beginning.
     n_ctx = 4 * LARGEST_TRIAL_WINDOW

@@ -1,7 +1,5 @@
 """The options that several commands share, and what a mistaken one is answered."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal

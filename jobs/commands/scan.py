@@ -43,11 +43,8 @@ if TYPE_CHECKING:
 
 commands = typer.Typer(rich_markup_mode=None)
 
-FIRST_SCAN = PACKAGE / "jobs" / "scans" / "first.toml"
-"""What `init` writes."""
-
-MOST_BAD_ROWS = 5
-"""Bad rows that are named; the others are counted."""
+FIRST_SCAN = PACKAGE / "jobs" / "scans" / "first.toml"  # what `init` writes
+MOST_BAD_ROWS = 5  # bad rows that are named; the others are counted
 
 
 @commands.command()
@@ -183,7 +180,6 @@ def _print_fields(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
 
 
 def _cost_rows(plan: Plan, cost: Cost) -> Iterator[tuple[str, str]]:
-    """What the scan will measure, where, how long that takes and what it writes."""
     replicas = "in this process" if not cost.replicas else counted(cost.replicas, "replica")
     yield "device", f"{cost.device}, {cost.precision}, {replicas}"
     yield "batches", counted(cost.batch_size, "sequence")

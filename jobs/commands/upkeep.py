@@ -1,7 +1,5 @@
 """The subcommands `check`, `compact` and `rm` for the files of runs, and `doctor` for a machine."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Literal
 

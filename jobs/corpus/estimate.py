@@ -5,8 +5,6 @@ numbers are scaled by stored bytes. Its sequences are also what a plan measures 
 costs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -19,38 +17,26 @@ from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.token_store import open_portion
 
-MOST_PORTIONS = 8
-"""Portions that are prepared at most to find a first sequence."""
-
-TIMED_TOKENS = 1 << 18
-"""Tokens whose text is tokenised again to see how long the others will take."""
+MOST_PORTIONS = 8  # portions that are prepared at most to find a first sequence
+TIMED_TOKENS = 1 << 18  # tokens whose text is tokenised again to see how long the others will take
 
 
 @dataclass(frozen=True)
 class CorpusEstimate:
     """What a corpus probably holds, and what its preparation will probably take."""
 
-    sample: Sequences
-    """The sequences of the portions that are there."""
-    scale: float
-    """How often the whole corpus has what these portions have."""
-    sequences: int
-    """Of the scan."""
-    tokens_missing: int
-    """Tokens that the scan needs and the store does not have."""
-    seconds: float
-    """To prepare them on this machine, in one process."""
-    bytes: int
-    """That they will take in the store."""
+    sample: Sequences  # the sequences of the portions that are there
+    scale: float  # how often the whole corpus has what these portions have
+    sequences: int  # of the scan
+    tokens_missing: int  # tokens that the scan needs and the store does not have
+    seconds: float  # to prepare them on this machine, in one process
+    bytes: int  # that they will take in the store
     is_least: bool
     """Whether the corpus may be far larger: nobody knows the size of a data set of the Hub."""
 
 
 def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | None:
-    """What the corpus of some sequences probably holds.
-
-    None if the token store has all that they need, or if the first portion is all of it.
-    """
+    """What a corpus probably holds; None if the store or its first portion has all it needs."""
     work = CorpusWork(sequences, corpora)
     assert sequences.corpus is not None
     # `skip` and `shuffle` speak of the whole corpus. They are taken into account by numbers.

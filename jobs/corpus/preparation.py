@@ -46,28 +46,18 @@ if TYPE_CHECKING:
 
     from headcount.jobs.resources import Resources
 
-FOLDER = "corpora"
-"""Directory of the token stores, beside the runs."""
+FOLDER = "corpora"  # directory of the token stores, beside the runs
 
 LEAST_BYTES_ON_RAY = 1 << 24
 """Fewer bytes of text are prepared in this process: that takes 10 s on a core, and Ray's processes
 several to start.
 """
 
-LETTERS_PER_TOKEN = 4
-"""About how long a token is."""
-
-TASK_MEMORY = 1 << 30
-"""Bytes of memory that a task asks Ray for."""
-
-DEATHS = 3
-"""How often the task of one extent may die."""
-
-LOOK_SECONDS = 5.0
-"""Time between two looks at what is committed, if no task ends."""
-
-STARTING_NOTICE = 30.0
-"""Seconds without a new portion after which a line says why nothing happens."""
+LETTERS_PER_TOKEN = 4  # about how long a token is
+TASK_MEMORY = 1 << 30  # bytes of memory that a task asks Ray for
+DEATHS = 3  # how often the task of one extent may die
+LOOK_SECONDS = 5.0  # time between two looks at what is committed, if no task ends
+STARTING_NOTICE = 30.0  # seconds without a new portion after which a line says why nothing happens
 
 
 def corpora_of(scan: Scan) -> Place:
@@ -86,10 +76,8 @@ class Preparation:
 
     resources: Resources | None = None
     """Ray tasks prepare a large corpus if these have replicas or `ray_prepares`."""
-    console: Console = SILENT
-    """Shows how far it is."""
-    verify: bool = False
-    """Whether portions that are there are compared with the texts first."""
+    console: Console = SILENT  # shows how far it is
+    verify: bool = False  # whether portions that are there are compared with the texts first
 
     def prepared(self, sequences: Sequences, corpora: Place) -> SequenceIndex:
         """Prepare what the token store lacks for some sequences; returns their index."""
@@ -127,18 +115,12 @@ class Preparation:
         return work.index.ended()
 
 
-HERE = Preparation()
-"""Prepare in this process, and show nothing."""
-
-_content_bytes = lru_cache(content_bytes_of)
-"""A sample of a compressed file is read once."""
+HERE = Preparation()  # prepare in this process, and show nothing
+_content_bytes = lru_cache(content_bytes_of)  # a sample of a compressed file is read once
 
 
 class CorpusWork:
-    """What is there of a corpus, and what is still to be prepared.
-
-    Portions are added to the index in the order of the corpus, up to the first that is missing.
-    """
+    """What is there of a corpus, up to the first missing portion, and what is to be prepared."""
 
     def __init__(self, sequences: Sequences, corpora: Place, show: Show | None = None) -> None:
         assert sequences.corpus is not None
@@ -149,16 +131,14 @@ class CorpusWork:
         self.total_bytes = sum(extent.bytes for extent in self.extents)
         self.began = time.monotonic()
         self.start_again()
-        self.tokens_before = self.index.tokens
-        """Tokens that earlier preparations left."""
+        self.tokens_before = self.index.tokens  # tokens that earlier preparations left
 
     def start_again(self) -> None:
         """Add what the store has, from the beginning of the corpus on."""
         self.index = self.sequences.new_index(self.store)
         self.frontier = 0
         """The number of the first extent that is not in the index with all its portions."""
-        self.added = 0
-        """Portions of that extent that are in the index."""
+        self.added = 0  # portions of that extent that are in the index
         self.portions = self.store.portions()
         """The committed portions, by the keys of their extents and by number."""
         self._add_in_order()
@@ -292,11 +272,7 @@ def prepare_on_node(
 
 
 def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str], None]) -> None:
-    """Prepare the extents that are missing, in their order, until there is enough.
-
-    Ray gives a task that dies with its node to another one, which goes on behind the portions that
-    are there.
-    """
+    """Prepare missing extents, in order, until there is enough; Ray repeats those of dead nodes."""
     # Ray takes a second to import, and most commands that prepare nothing do without.
     import ray
 

@@ -25,21 +25,16 @@ from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.token_store import Portion
 
-RECORD = "corpus.json"
-"""Name of the record, in the directory `index` of the run."""
-
-COMPARED_AT_ONCE = 64
-"""Sequences that are read at once to be compared."""
+RECORD = "corpus.json"  # name of the record, in the directory `index` of the run
+COMPARED_AT_ONCE = 64  # sequences that are read at once to be compared
 
 
 class RunPortion(NamedTuple):
     """A portion that a run reads."""
 
-    first_source: int
-    """Number in the corpus of its extent's first source."""
+    first_source: int  # number in the corpus of its extent's first source
     portion: Portion
-    content: str
-    """Identifies what it holds, wherever its files lie."""
+    content: str  # identifies what it holds, wherever its files lie
 
 
 class RunCorpus(BaseModel):
@@ -47,8 +42,7 @@ class RunCorpus(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     format: Literal[4] = 4
-    store: str
-    """The directory of the token store."""
+    store: str  # the directory of the token store
     sources: tuple[Source, ...]
     portions: tuple[RunPortion, ...]
 

@@ -1,7 +1,5 @@
 """Scans of losses under interventions beside a run, such as those that its effects estimate."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import zip_longest

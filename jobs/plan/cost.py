@@ -2,8 +2,6 @@
 scan has batches.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 
@@ -28,33 +26,25 @@ PATIENCE = 20.0
 class InterventionCost:
     """What one intervention takes."""
 
-    method: Method
-    """How the scan will measure it."""
-    tokens_per_second: float
-    """Of all replicas together."""
-    seconds: float
-    """For all sequences of the plan."""
+    method: Method  # how the scan will measure it
+    tokens_per_second: float  # of all replicas together
+    seconds: float  # for all sequences of the plan
 
 
 @dataclass(frozen=True)
 class Cost:
     """Measurements of a batch, times the batches of the plan."""
 
-    device: str
-    """What the scan will run on."""
+    device: str  # what the scan will run on
     precision: str
     measured_on: str
     """What the batch ran on: another device if this machine does not have the scan's."""
-    measured_in: str
-    """The precision of the batch."""
+    measured_in: str  # the precision of the batch
     replicas: int
-    batch_size: int
-    """Sequences in one forward pass; no more than a shard has."""
+    batch_size: int  # sequences in one forward pass; no more than a shard has
     interventions: list[InterventionCost]
-    rows: dict[str, int]
-    """Rows of each table that the scan writes."""
-    bytes: int
-    """Size of all tables on the disk."""
+    rows: dict[str, int]  # rows of each table that the scan writes
+    bytes: int  # size of all tables on the disk
     peak_memory: int
     gpu_memory: int
 
@@ -72,10 +62,7 @@ def _devices(device: str) -> tuple[str, str]:
 
 
 def threads_of(device: str, replicas: int) -> int | None:
-    """Threads of one of several replicas on this machine; none means all that there are.
-
-    Replicas on a CPU share its cores. Each replica on a GPU has a GPU of its own.
-    """
+    """Threads of one of several replicas here, which share the cores of a CPU; none means all."""
     shares_cores = replicas > 1 and _devices(device)[1] == "cpu"
     return max(1, available_cores() // replicas) if shares_cores else None
 

@@ -7,8 +7,6 @@ A run's identity is what its rows mean. Places do not belong to it: the content 
 tokenizer and of texts does, by fingerprint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -23,8 +21,7 @@ from headcount.schemas.files.places import names, reason
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
 from headcount.schemas.scans.kinds import WORDS
 
-FILE_OPTIONS = ("files", "text")
-"""Options of input families that name files."""
+FILE_OPTIONS = ("files", "text")  # options of input families that name files
 
 LIBRARIES = (
     "torch", "transformers", "transformer_lens", "ray", "pyarrow", "datasets", "tokenizers",
@@ -33,20 +30,13 @@ LIBRARIES = (
 
 
 def runs_of(first_run: RunDirectory) -> list[RunDirectory]:
-    """The runs of the scan whose first run is, or would be, `first_run`; the newest first.
-
-    A directory without a manifest is half deleted, and is none.
-    """
+    """The runs of the scan of `first_run`, the newest first; half deleted ones have no manifest."""
     runs = sorted(_by_number(first_run).items(), reverse=True)
     return [run for _, run in runs if run.manifest_file.is_file()]
 
 
 def next_run(first_run: RunDirectory, other_run_ids: Iterable[str] = ()) -> RunDirectory:
-    """The run after all others of the scan.
-
-    Half deleted runs count, so that nobody writes among their remains. `other_run_ids` are of runs
-    that lie elsewhere.
-    """
+    """The run after all of a scan, so that nobody writes among what is left of a deleted one."""
     runs = _by_number(first_run) | _by_number(first_run, other_run_ids)
     if not runs:
         return first_run

@@ -4,8 +4,6 @@ Everything is resolved and checked here, before anything is paid for. Planning c
 run's directory: `prepare_run` creates a new run, and `extend` lets one grow that is there.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -54,19 +52,15 @@ SETTABLE = (*REMEMBERED, *PLACES)
 class Plan:
     """A scan with every default resolved, its input known, and the run that it makes."""
 
-    scan: Scan
-    """Its `sequences` are those of the run, which may have more than were asked for."""
+    scan: Scan  # its `sequences` are those of the run, which may have more than were asked for
     info: ModelInfo
     sequences: Sequences
     run: RunDirectory
-    manifest: Manifest
-    """As it will be when the run continues."""
+    manifest: Manifest  # as it will be when the run continues
     previous_manifest: Manifest | None
     """As it lies in the run's directory now; none if the run has not begun."""
-    code: str
-    """Fingerprint of the code here, which may differ from the code that began the run."""
-    requested_sequences: int
-    """How many sequences were asked for; the run may have more."""
+    code: str  # fingerprint of the code here, which may differ from the code that began the run
+    requested_sequences: int  # how many sequences were asked for; the run may have more
     corpus: RunCorpus | None = None
     """What the run keeps of its corpus; none if it has none, or if it is only estimated."""
     has_new_index: bool = False
@@ -231,11 +225,7 @@ def _manifest(
 
 
 def prepare_run(plan: Plan, scan_text: str) -> None:
-    """Create the run's directory if it is not there yet; `scan_text` is kept in it.
-
-    The manifest is written last: a directory without one is no run, and the same command begins it
-    again.
-    """
+    """Create the run's directory with `scan_text`; the manifest comes last: it makes it a run."""
     if plan.run.manifest_file.is_file():
         return
     write_whole(plan.run.scan_file, scan_text.encode())
@@ -337,11 +327,7 @@ def _absolute_override(override: str) -> str:
 def replan(
     run: RunDirectory, overrides: Sequence[str] = (), preparation: Preparation = HERE
 ) -> Plan:
-    """Plan a run from its manifest alone; `overrides` may set what changes no row.
-
-    Relative names are meant from the working directory: the caller moves to `where_begun`.
-    `preparation` makes the tokens of a corpus ready.
-    """
+    """Plan a run from its manifest, in `where_begun`; `overrides` may set what changes no row."""
     manifest = run.manifest()
     check_overrides(run, overrides)
     # Commits hold the run's id, so readers would pass over all commits of a renamed directory.

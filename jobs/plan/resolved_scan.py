@@ -5,8 +5,6 @@ This is the first of three steps from a scan file to a run. `resolve` needs no r
 reads no corpus. `jobs.plan.plan` then finds or names the run, and `jobs.run.loop` measures it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +26,15 @@ Records = dict[str, dict[str, Any]]
 class ResolvedScan:
     """What a scan measures, whichever run it belongs to."""
 
-    scan: Scan
-    """The scan with its choices reduced to what this model has."""
+    scan: Scan  # the scan with its choices reduced to what this model has
     info: ModelInfo
     sequences: Sequences
-    kinds: dict[str, Records]
-    """The formulas that the scan names, by field of the scan."""
+    kinds: dict[str, Records]  # the formulas that the scan names, by field of the scan
     inputs: Records
     interventions: Records
     identity: dict[str, Any]
     """What the rows mean: the scan, the model, the corpus and the tokenizer, but not the code."""
-    code: str
-    """Fingerprint of the code that runs here."""
+    code: str  # fingerprint of the code that runs here
 
     @property
     def records(self) -> dict[str, Records]:

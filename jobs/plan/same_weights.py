@@ -5,8 +5,6 @@ training (github.com/EleutherAI/pythia, issue 205). Files are compared: the same
 files, for example in more of them, are not found.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -25,17 +23,13 @@ from headcount.workers.model.files.model_info import (
     weight_names,
 )
 
-AT_A_TIME = 8
-"""Checkpoints that are read at a time, or that the Hub is asked about."""
+AT_A_TIME = 8  # checkpoints that are read at a time, or that the Hub is asked about
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Places of a file, and bytes at each, that are compared before whole files are read."""
 
-NAMED = 3
-"""Checkpoints of a group that are named; the others are counted."""
-
-Files = Mapping[str, str]
-"""What tells each file of a checkpoint from others, by name."""
+NAMED = 3  # checkpoints of a group that are named; the others are counted
+Files = Mapping[str, str]  # what tells each file of a checkpoint from others, by name
 
 
 def without_duplicates(scans: list[ScanOfCheckpoint], skip: bool) -> list[ScanOfCheckpoint]:

@@ -5,8 +5,6 @@ so all that holds for a run holds for each: it is committed, continued and exten
 scan is the file's with one more `--set model=…`.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -29,8 +27,7 @@ class ScanOfCheckpoint:
     """One of the scans that a scan file means."""
 
     file: Path
-    overrides: tuple[str, ...]
-    """What was set, and which checkpoint this is."""
+    overrides: tuple[str, ...]  # what was set, and which checkpoint this is
     scan: Scan
 
     @property
@@ -113,11 +110,7 @@ def by_numbers(path: str) -> tuple[bool, list[int], str]:
 
 
 def portable_scan(scan_file: Path, overrides: Sequence[str]) -> Scan:
-    """Read a scan that other machines will run; refuse mistakes, as far as this one can know.
-
-    Places that the nodes of a cluster cannot reach are refused, too. The corpus is not opened,
-    because this machine may not see it.
-    """
+    """Read a scan that other machines will run; refuse mistakes and places they cannot reach."""
     # Torch takes seconds to import, and whoever reads a scan file first wants to hear of mistakes.
     from headcount.jobs.plan.identity import FILE_OPTIONS
     from headcount.jobs.plan.resolved_scan import check_scan

@@ -33,8 +33,6 @@ itself is told to end, it hands out nothing more, tells the replicas to leave, a
 still finish.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import Counter, deque
@@ -73,29 +71,17 @@ from headcount.workers.shard import note_failure
 MOST_LOST_NODES = 10
 """If so many nodes vanish under a shard, the shard may be the cause, and the next try counts."""
 
-SLOW = 3.0
-"""A shard is a straggler after this many times the median duration."""
-
-LEAST_PATIENCE = 2.0
-"""Seconds before any shard is a straggler, however short the others are."""
-
-MOST_FAILED_STARTS = 20
-"""Give up after this many failed starts in a row."""
-
-RESTART_PAUSE = 0.1
-"""Seconds before Ray is asked again for a replica that it is starting again."""
-
-RECENT_SHARDS = 64
-"""Shards whose durations make the median."""
-
-MOST_EVENTS = 100
-"""Events that are taken before the replicas are given further shards."""
+SLOW = 3.0  # a shard is a straggler after this many times the median duration
+LEAST_PATIENCE = 2.0  # seconds before any shard is a straggler, however short the others are
+MOST_FAILED_STARTS = 20  # give up after this many failed starts in a row
+RESTART_PAUSE = 0.1  # seconds before Ray is asked again for a replica that it is starting again
+RECENT_SHARDS = 64  # shards whose durations make the median
+MOST_EVENTS = 100  # events that are taken before the replicas are given further shards
 
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the cluster: which nodes drain, and how far the shards are."""
 
-STARTING_NOTICE = 30.0
-"""Seconds without any replica after which a line says why nothing happens."""
+STARTING_NOTICE = 30.0  # seconds without any replica after which a line says why nothing happens
 
 
 def dispatch(
@@ -122,16 +108,12 @@ class _Call(NamedTuple):
     """A shard that a replica works at."""
 
     shard: int
-    started: float
-    """By the driver's monotonic clock."""
+    started: float  # by the driver's monotonic clock
 
 
 @dataclass(eq=False)
 class _RemoteReplica:
-    """A replica as the driver sees it."""
-
-    actor: Any
-    """Ray's handle. Ray gives it a new process if the old one dies; the handle stays."""
+    actor: Any  # Ray's handle. Ray gives it a new process if the old one dies; the handle stays.
     readiness: ray.ObjectRef | None = None
     """Ray's reference that is fulfilled as soon as the replica is loaded; none after that."""
     ask_again: float | None = None
@@ -140,16 +122,12 @@ class _RemoteReplica:
     """
     calls: dict[ray.ObjectRef, _Call] = field(default_factory=dict[ray.ObjectRef, _Call])
     """The shards it works at, by Ray's reference of the result; `DEPTH` at most."""
-    has_suspect: bool = False
-    """Whether it measures a suspect, and so no other shard beside it."""
-    place: ReplicaPlace | None = None
-    """Where it was when it was last ready."""
+    has_suspect: bool = False  # whether it measures a suspect, and so no other shard beside it
+    place: ReplicaPlace | None = None  # where it was when it was last ready
     notice: ray.ObjectRef | None = None
     """Ray's reference that is fulfilled as soon as the replica is told to leave."""
-    was_asked_to_leave: bool = False
-    """Whether this driver has passed a notice on to it."""
-    is_leaving: bool = False
-    """Whether it was told to leave, so that it gets no further shard."""
+    was_asked_to_leave: bool = False  # whether this driver has passed a notice on to it
+    is_leaving: bool = False  # whether it was told to leave, so that it gets no further shard
     excuse: str | None = None
     """Why none of its shards is to blame for its end; none if one of them is."""
     commits: deque[Commit] = field(default_factory=lambda: deque[Commit](maxlen=IDLE_WINDOW))
@@ -189,18 +167,13 @@ class _Dispatcher:
         self.attempts = Attempts(plan.run)
         self.durations: deque[float] = deque(maxlen=RECENT_SHARDS)
         """Seconds from handing out a shard to its commit, of the last shards."""
-        self.failed_starts = 0
-        """Starts that failed since a replica was loaded."""
-        self.gone_nodes: set[str] = set()
-        """Nodes that have vanished."""
-        self.lost_nodes: Counter[int] = Counter()
-        """Nodes that vanished under each shard."""
-        self.failures = 0
-        """Shards that were reported as failed."""
+        self.failed_starts = 0  # starts that failed since a replica was loaded
+        self.gone_nodes: set[str] = set()  # nodes that have vanished
+        self.lost_nodes: Counter[int] = Counter()  # nodes that vanished under each shard
+        self.failures = 0  # shards that were reported as failed
         self.working: dict[ray.ObjectRef, _RemoteReplica] = {}
         """The replica of each call that has not ended."""
-        self.last_look = 0.0
-        """When the cluster was last looked at, by the monotonic clock."""
+        self.last_look = 0.0  # when the cluster was last looked at, by the monotonic clock
 
         # What all replicas need, sent once. They get the reference as bytes: Ray warns of one among
         # an actor's arguments, because it does not keep the object for an actor that restarts; but
@@ -419,10 +392,7 @@ class _Dispatcher:
             self.working[reference] = replica
 
     def _next_shard(self, replica: _RemoteReplica, stragglers: deque[int]) -> int | None:
-        """The shard that a replica measures next, or none if there is nothing for it now.
-
-        New shards come first, so that one that fails again and again holds up nobody.
-        """
+        """What a replica measures next: new shards first, so that failing ones delay nobody."""
         while (shard := self.spans.take(replica)) is not None:
             if shard not in self.elsewhere:
                 return shard

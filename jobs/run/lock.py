@@ -1,7 +1,5 @@
 """The lock of a run: one process at a time is at work on it."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and wi
 shards come from `dispatch` or `measure_in_process`, pass through `followed`, and are shown.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,11 +49,8 @@ from headcount.workers.shard import committed_shard, failure_of, note_failure, r
 MOST_FAILURES = 20
 """Stop a run after so many shards in a row could not be measured: the cause is not in them."""
 
-MOST_UNWRITTEN = 3
-"""The same if they were measured, and the disk or the store did not take them."""
-
-FAILURES_SHOWN = 10
-"""Failures that are said one by one at the end. A full disk may cause hundreds."""
+MOST_UNWRITTEN = 3  # the same if they were measured, and the disk or the store did not take them
+FAILURES_SHOWN = 10  # Failures that are said one by one at the end. A full disk may cause hundreds.
 
 
 def run_to_end(
@@ -271,10 +266,7 @@ def measure_in_process(
     cores: int = 0,
     make_replica: Callable[[ModelInfo, Scan, str], Replica] = Replica,
 ) -> Generator[Commit | Failure, None, None]:
-    """Measure `shards` one after the other; yields each commit and each failed attempt.
-
-    Uses all cores if `cores` is 0. Ends after the shard that was measured when SIGTERM came.
-    """
+    """Measure `shards` in turn; yields each commit and failure. SIGTERM ends it after a shard."""
     device = resolve_device(device)
     prepare_process(threads=cores or None)
     replica = make_replica(plan.info, plan.scan, device)

@@ -6,8 +6,6 @@ driver passes on. It then begins no further shard, finishes the one that it meas
 Ray starts it again on a node that stays.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -30,8 +28,7 @@ ANSWER_SECONDS = 1.0
 for calls that were on their way when it was told.
 """
 
-PROBES = 256
-"""Nodes that are probed at a time."""
+PROBES = 256  # nodes that are probed at a time
 
 
 class LeaveNotice:
@@ -46,8 +43,7 @@ class LeaveNotice:
         self._reason = ""
         self._told = threading.Event()
         self._calls = 0
-        self._waits = 0
-        """How often somebody has begun to wait."""
+        self._waits = 0  # how often somebody has begun to wait
         self._lock = threading.Lock()
         # Ray's main thread waits outside of Python, where no handler of Python's runs. But every
         # signal is also written to this pipe at once, by the handler in C.

@@ -17,8 +17,7 @@ from headcount.schemas.files.commit import Commit, Failure
 Show = Callable[[str, float | None], None]
 """Shows words, and the share that is done; None if nobody knows how much there is."""
 
-QUIET_SECONDS = 10.0
-"""Seconds between two lines if the console is not a terminal."""
+QUIET_SECONDS = 10.0  # seconds between two lines if the console is not a terminal
 
 
 def show_progress(
@@ -28,11 +27,7 @@ def show_progress(
     console: Console,
     all_runs: WholeProgress | None = None,
 ) -> list[Failure]:
-    """Show progress until the outcomes end; returns the failures.
-
-    `done` of all `tokens` were measured before. `all_runs` is the progress of several runs, of
-    which this is one.
-    """
+    """Show progress, of one run and of `all_runs`, until the outcomes end; returns the failures."""
     done_before = done
     failures: list[Failure] = []
     began: float | None = None
@@ -100,8 +95,7 @@ class WholeProgress:
     """How far several runs are that one command measures, one after the other."""
 
     def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        """Tokens that the command has to measure, over all runs."""
+        self.tokens = tokens  # tokens that the command has to measure, over all runs
         self.measured = 0
         self.began = time.monotonic()
 

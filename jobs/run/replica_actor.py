@@ -4,8 +4,6 @@ An actor may start on another machine than the driver's. So it first checks that
 code, the same weights and the same tokenizer: otherwise its rows would mean something else.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -38,8 +36,7 @@ from headcount.workers.shard import (
     note_failure,
 )
 
-DEPTH = 3
-"""Shards that a replica works at: one is read, one is measured, one is written."""
+DEPTH = 3  # shards that a replica works at: one is read, one is measured, one is written
 
 CALLS = DEPTH + 2
 """Calls that an actor runs at once: its shards, the wait for a notice, and one short call."""
@@ -48,8 +45,7 @@ CALLS = DEPTH + 2
 class ReplicaPlace(NamedTuple):
     """Where a replica runs."""
 
-    node_id: str
-    """As Ray knows the node."""
+    node_id: str  # as Ray knows the node
     host: str
 
 
@@ -103,10 +99,7 @@ class ReplicaActor:
         self.leave_notice.is_loaded = True
 
     def ready(self) -> ReplicaPlace:
-        """Where the replica is, as soon as it is loaded: Ray calls no method before that.
-
-        A replica that leaves is never ready again. Its process ends, and Ray makes another one.
-        """
+        """Where the replica is, as soon as it is loaded: Ray calls no method before that."""
         if self.leave_notice.came:
             # For ever, which is a moment: the process is about to exit.
             threading.Event().wait()

@@ -6,8 +6,6 @@ commit's file, and by the segments of other drivers. Where two come to the same 
 moment, the first commit counts. On a disk a lock (`jobs.run.lock`) lets in one driver only.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter
@@ -18,16 +16,14 @@ import numpy as np
 from headcount.schemas.files.commits import Segments, gathered_shards
 from headcount.schemas.files.run_directory import RunDirectory
 
-ATTEMPTS = 3
-"""How often a command tries a shard before it reports it."""
+ATTEMPTS = 3  # how often a command tries a shard before it reports it
 
 SPANS = 64
 """Spans of neighbouring shards that a driver measures in random order. Two drivers may come to the
 same span, so the longer a span is, the more shards are measured twice.
 """
 
-LOOK_SECONDS = 10.0
-"""Seconds between two looks at the segments."""
+LOOK_SECONDS = 10.0  # seconds between two looks at the segments
 
 
 def order_of_driver(run: RunDirectory, shards: np.ndarray) -> np.ndarray:

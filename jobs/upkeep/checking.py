@@ -1,7 +1,5 @@
 """Read every file of a run, and compare it with its commits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from headcount.schemas.errors import RunError, counted
@@ -15,16 +13,11 @@ from headcount.schemas.scans.kinds import TABLES
 class Checked:
     """The result of checking one run."""
 
-    shards: int
-    """Shards with a commit that counts."""
-    files: int
-    """Data files that commits refer to."""
-    bytes: int
-    """Their size, as committed."""
-    damaged: list[Damage]
-    """In the order of shards."""
-    unreferenced: int
-    """Files in the data directories that no commit refers to."""
+    shards: int  # shards with a commit that counts
+    files: int  # data files that commits refer to
+    bytes: int  # their size, as committed
+    damaged: list[Damage]  # in the order of shards
+    unreferenced: int  # files in the data directories that no commit refers to
 
 
 def check_run(run: RunDirectory) -> Checked:

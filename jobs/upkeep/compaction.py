@@ -21,11 +21,6 @@ short, and is measured anew when the run grows. It is a group of its own. A dama
 sample is written again in the same three steps.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable
@@ -78,8 +73,7 @@ A query that began before reads them, and another compaction may be about to nam
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
-Tell = Callable[[str], None]
-"""Takes a line for the user."""
+Tell = Callable[[str], None]  # takes a line for the user
 
 
 class Size(NamedTuple):
@@ -124,10 +118,7 @@ def compact(
 
 
 def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> None:
-    """Merge the shards of a large run that is complete, so that dashboards read its roll-ups.
-
-    The rows are committed already, so a failure is a warning.
-    """
+    """Merge the shards of a large run that is complete, so that dashboards read its roll-ups."""
     # Nothing locks a run in a store: somebody else may be extending it.
     if not isinstance(run.path, Path):
         return
@@ -140,6 +131,7 @@ def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> 
         problems = compact(run, tell=tell, merge_groups=merge_groups).problems
     except HeadcountError as error:
         problems = [str(error)]
+    # The rows are committed already.
     for problem in problems:
         tell(
             f"warning: {run.run_id} is complete, but not all of it is merged: {problem}; "

@@ -1,7 +1,5 @@
 """Groups of shards, merged in processes of this machine or on the cores of a Ray cluster."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

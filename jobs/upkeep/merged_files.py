@@ -6,11 +6,6 @@ A merge writes files and changes nothing else: no commit names them yet. So it m
 cut off, or outlive the process that asked for it (`jobs.upkeep.compaction`).
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -47,14 +42,12 @@ from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.scans.kinds import OF_MERGED, TABLES
 from headcount.workers.measurements.rollups import rolled_up
 
-ROW_GROUP = 65_536
-"""Rows of a row group, which a reader reads or skips together."""
+ROW_GROUP = 65_536  # rows of a row group, which a reader reads or skips together
 
 DISK_READERS = 4
 """Files of a disk that a process reads at once. More threads would wait for one another."""
 
-Problems = dict[int, str]
-"""What the user is told of each shard that cannot be merged."""
+Problems = dict[int, str]  # what the user is told of each shard that cannot be merged
 
 
 class DamagedShards(Exception):
@@ -71,10 +64,8 @@ class Group:
     """Shards that are merged with one another."""
 
     run: RunDirectory
-    commits: pa.Table
-    """Their commits, in shard order."""
-    damaged_rollups: frozenset[str]
-    """Paths of roll-ups and samples that must be written again."""
+    commits: pa.Table  # their commits, in shard order
+    damaged_rollups: frozenset[str]  # paths of roll-ups and samples that must be written again
 
 
 @dataclass(frozen=True)
@@ -83,13 +74,11 @@ class Merged:
 
     commits: pa.Table
     """The commits of the merged shards as they must become. They name the merged files."""
-    old_paths: list[str]
-    """The files that held these rows."""
+    old_paths: list[str]  # the files that held these rows
     problems: Problems
 
 
-MergeGroups = Callable[[Iterable[Group]], Iterator[Merged]]
-"""Merges groups, in any order."""
+MergeGroups = Callable[[Iterable[Group]], Iterator[Merged]]  # merges groups, in any order
 
 
 def is_merged(group: Group) -> bool:
@@ -130,10 +119,7 @@ merged_here: MergeGroups = partial(map, merge_group)
 
 
 def _merge_files(group: Group) -> Merged:
-    """Write the merged files of all shards of a group.
-
-    A file of which every row counts and that holds all rows of its kind stays.
-    """
+    """Write the merged files of a group; one that holds just the rows of its kind stays."""
     run, manifest = group.run, group.run.manifest()
     bounds = declared_bounds(manifest)
     shards = group.commits["shard"].to_pylist()

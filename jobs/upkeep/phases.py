@@ -42,14 +42,9 @@ Phase = Literal[
 ]
 """What a driver goes through, in this order; the last two are its end."""
 
-BEAT_SECONDS = 10.0
-"""A driver that lives writes its file at least this often."""
-
-SILENT_SECONDS = 30.0
-"""A driver that has not written for this long may have ended."""
-
-END_SECONDS = 10.0
-"""A command that ends waits this long for its last word to be written."""
+BEAT_SECONDS = 10.0  # a driver that lives writes its file at least this often
+SILENT_SECONDS = 30.0  # a driver that has not written for this long may have ended
+END_SECONDS = 10.0  # a command that ends waits this long for its last word to be written
 
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable that Ray sets in the driver of a job, of whose end nobody sees the reason."""
@@ -62,14 +57,10 @@ class Driver(BaseModel):
     host: str
     process: int
     phase: Phase
-    detail: str = ""
-    """How far the phase is, in words; of an end, what it ended and why."""
-    since: float
-    """When the phase began."""
-    at: float
-    """When this was written."""
-    tokens_per_second: float | None = None
-    """How fast it measures; none before its first commit."""
+    detail: str = ""  # how far the phase is, in words; of an end, what it ended and why
+    since: float  # when the phase began
+    at: float  # when this was written
+    tokens_per_second: float | None = None  # how fast it measures; none before its first commit
 
     @property
     def ended(self) -> bool:
@@ -209,10 +200,7 @@ def fail(why: str) -> None:
 
 
 def note(phase: Phase, detail: str = "", tokens_per_second: float | None = None) -> None:
-    """Note what this driver does from now on, how far that is, and how fast.
-
-    The beginning of a phase is written at once, and its progress with the next beat.
-    """
+    """Note what this driver does, how far and how fast: a new phase at once, progress later."""
     heartbeat = _Heartbeat.of_process
     if heartbeat is None:
         return

@@ -4,11 +4,6 @@ The manifest goes first, then the commit log, then the rows. If the process is k
 what is left has no manifest, so no reader takes it for a run.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,10 +19,7 @@ from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shar
 
 
 def check_removable(location: str) -> RunDirectory:
-    """The run at a path or address; refuse everything that is not the directory of a run.
-
-    A broken or half deleted run is accepted: its directory has the name of one.
-    """
+    """The run at a path or address, even broken or half deleted; refuse what is no run's place."""
     run = RunDirectory(absolute(location))
     if not _is_directory(run.path):
         if phases.drivers_of(run):
@@ -78,16 +70,14 @@ def remove(run: RunDirectory) -> None:
 
 @contextmanager
 def removed_if_it_never_began(run: RunDirectory) -> Iterator[None]:
-    """Remove a run if a block fails before any shard was tried, such as when its model is loaded.
-
-    A run in a store is kept: it has no lock, so another driver may be at work on it.
-    """
+    """Remove a run if a block fails before any shard was tried, as when its model is loaded."""
     try:
         yield
     except Exception:
         # The error is what the user should read, and not that something cannot be removed.
         with suppress(RunError, OSError):
             was_tried = any(names(run.commits_directory)) or run.failed_shards()
+            # A run in a store has no lock, so another driver may be at work on it.
             if isinstance(run.path, Path) and not was_tried:
                 remove(run)
         raise

@@ -3,11 +3,6 @@
 What is done, the commit log says. What is being done, the run's drivers say (`phases`).
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,13 +25,11 @@ from headcount.schemas.files.run_directory import RunDirectory, find_runs, holds
 RECENT = timedelta(minutes=10)
 """A replica's speed is taken from its commits in this time before the run's last commit."""
 
-REASONS = 10
-"""Failures and damaged files that are read and shown; the others are counted."""
+REASONS = 10  # failures and damaged files that are read and shown; the others are counted
 
 REPLICAS_SHOWN = 20
 
-STORE_READERS = 16
-"""Runs that are read at a time from a store."""
+STORE_READERS = 16  # runs that are read at a time from a store
 
 COLUMNS = [
     "stop", "tokens", "compute_seconds", "idle_seconds", "finished", "host", "replica", "bad_rows",
@@ -51,10 +44,8 @@ class Pace:
     replica: str
     host: str
     tokens_per_second: float
-    busy: float
-    """Share of its time that it computes."""
-    shards: int
-    """Recent shards, from which the speed is taken."""
+    busy: float  # share of its time that it computes
+    shards: int  # recent shards, from which the speed is taken
 
 
 @dataclass(frozen=True)
@@ -63,8 +54,7 @@ class Status:
 
     run_id: str
     run: str
-    begun: bool = True
-    """Whether it has a manifest. Before, only its drivers are known."""
+    begun: bool = True  # Whether it has a manifest. Before, only its drivers are known.
     complete: bool = False
     phase: str | None = None
     """What its drivers do, or why the last one ended; none if no driver says anything."""
@@ -74,8 +64,7 @@ class Status:
     shards: int = 0
     done: int = 0
     missing: int = 0
-    failed: int = 0
-    """Of the missing ones, those with an attempt that failed."""
+    failed: int = 0  # of the missing ones, those with an attempt that failed
     damaged: int = 0
     """Of the missing ones, those with a commit whose files are gone or of another size."""
     tokens: int = 0
@@ -87,13 +76,11 @@ class Status:
     """Documents of the corpus by what became of them; none without a corpus."""
     failures: dict[int, str] = field(default_factory=dict)
     """The error of each of the first few failed shards."""
-    last_commit: str | None = None
-    """Time of the last commit, by the clock of the host that made it."""
+    last_commit: str | None = None  # time of the last commit, by the clock of the host that made it
     last_host: str | None = None
     seconds_since: float | None = None
     """Since the last commit, by the clock here; 0 if the host's clock is ahead."""
-    at_work: bool = False
-    """Whether a driver was heard of lately."""
+    at_work: bool = False  # whether a driver was heard of lately
     tokens_per_second: float | None = None
     """Of all drivers together, as they say it; none if none has measured yet."""
     seconds_left: float | None = None
@@ -101,10 +88,7 @@ class Status:
 
 
 def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
-    """Read what a run's drivers say, its manifest, its commit log and the notes of failures.
-
-    `now` is the time here.
-    """
+    """Read what a run's drivers say, its manifest, its commit log and the notes of failures."""
     now_seconds = (now or datetime.now(UTC)).timestamp()
     drivers = drivers_of(run)
     alive = [driver for driver in drivers if driver.is_alive(now_seconds)]
@@ -178,10 +162,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
 
 
 def _paces(commit_log: pa.Table) -> list[Pace]:
-    """The paces of the replicas that have committed lately, the fastest first.
-
-    A speed is tokens over seconds that the replica measured itself: clocks may be wrong.
-    """
+    """The paces of the replicas that have committed lately, the fastest first."""
     if not len(commit_log):
         return []
     finished = commit_log["finished"]
@@ -191,6 +172,7 @@ def _paces(commit_log: pa.Table) -> list[Pace]:
     ])  # fmt: skip
     paces: list[Pace] = []
     for row in sums.to_pylist():
+        # The replica measured these itself: clocks of two machines may differ.
         busy_seconds = row["compute_seconds_sum"]
         seconds = busy_seconds + row["idle_seconds_sum"]
         # Broken times make no speed.

@@ -1,7 +1,5 @@
 """Asking a query: SQL or the name of a view goes in, rows come out, read once."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
@@ -17,11 +15,8 @@ from headcount.queries.ask.mistakes import explained, query_error
 from headcount.queries.open.connection import hold_to_commits, is_of_gone_file, view_descriptions
 from headcount.schemas.errors import QueryError, unknown
 
-BATCH_ROWS = 10_000
-"""Rows that DuckDB hands over at once."""
-
-ATTEMPTS = 20
-"""How often a query is asked whose files are merged before it has read them."""
+BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
+ATTEMPTS = 20  # how often a query is asked whose files are merged before it has read them
 
 INTERRUPTS = 300
 """How often a query is interrupted before it is given up, a tenth of a second apart."""
@@ -85,8 +80,7 @@ class Answer:
 
     patience: Patience
     reader: pa.RecordBatchReader
-    schema: pa.Schema
-    """Names and types of the columns."""
+    schema: pa.Schema  # names and types of the columns
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     """Metadata of columns, by name, for files that carry some."""
     change: Callable[[pa.RecordBatch], pa.RecordBatch] | None = None
@@ -144,11 +138,7 @@ def run_query(
     limit: int | None = None,
     timeout: float | None = None,
 ) -> Answer:
-    """Ask for a view by name, or in SQL. Nothing is computed twice and nothing can be written.
-
-    `timeout` is in seconds. The query runs as a subquery, in which DuckDB itself allows no
-    statement that writes.
-    """
+    """Ask for a view by name, or in SQL. Nothing is computed twice and nothing can be written."""
     if not text.strip():
         raise QueryError(
             "the query is empty: expected the name of a view, or SQL; without a query, "
@@ -162,7 +152,7 @@ def run_query(
     explain, sql = _one_query(f"FROM {text}" if is_view else text)
     # The rows of an EXPLAIN are the plan, not the answer, so a limit would cut the plan.
     limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
-    # On lines of its own: the query may end in a comment.
+    # In a subquery nothing can write. On lines of its own: the query may end in a comment.
     subquery = f"FROM (\n{sql}\n)"
     cursor = connection.cursor()
     patience = Patience(cursor, timeout)

@@ -1,7 +1,5 @@
 """Runs opened for queries: SQL goes in, rows come out, and a mistake is one line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,8 +24,7 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import Place
 
 Row: TypeAlias = tuple[Any, ...]
-Record: TypeAlias = dict[str, Any]
-"""A row by the names of its columns."""
+Record: TypeAlias = dict[str, Any]  # a row by the names of its columns
 
 NO_VIEWS: Mapping[str, str] = {}
 
@@ -53,10 +50,7 @@ class RunDatabase:
         return [dict(zip(names, row, strict=True)) for row in answer.rows()]
 
     def table(self, query: str) -> pa.Table:
-        """The rows of an answer as an Arrow table. `query` is SQL or the name of a view.
-
-        The table has `to_pandas`. Polars reads it by `polars.from_arrow`.
-        """
+        """The rows of an answer to SQL or a view's name, as a table with `to_pandas`."""
         return run_query(self.connection, query).table()
 
     def columns(self, view: str) -> frozenset[str]:
@@ -68,18 +62,12 @@ class RunDatabase:
         return frozenset(name for (name,) in self.connection.execute(sql, [view]).fetchall())
 
     def unmeasured_views(self, query: str | None = None) -> dict[str, str]:
-        """Views that cannot be answered, each with the column that it needs and no run measured.
-
-        Those that a query may stand on are among them. Without a query, all are.
-        """
+        """Views of a query, or all, that cannot be answered, each with the column it lacks."""
         make_views(self.connection, query)
         return dict(OPENED[self.connection].shipped.unmeasured)
 
     def damage(self) -> list[str]:
-        """One line for each run that cannot be read, or has files that are not as committed.
-
-        More may be found later: opening compares sizes, and a query the content that it reads.
-        """
+        """One line for each run that cannot be read, or of which damage was found until now."""
         return damage_lines(OPENED[self.connection])
 
 

@@ -3,8 +3,6 @@
 It goes to stdout, or to a file that appears whole.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -36,8 +34,7 @@ SUFFIXES: dict[str, Format] = {
 }
 """The format that the name of a file asks for."""
 
-TOKENS_COLUMN = "tokens"
-"""The column that `write_tokens_as_text` writes as text."""
+TOKENS_COLUMN = "tokens"  # the column that `write_tokens_as_text` writes as text
 
 UNSAFE_IN_TERMINALS = re.compile(
     "[\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
@@ -77,10 +74,7 @@ def check_suffix(path: PurePath, *suffixes: str) -> None:
 
 
 def rows_to_read(answer_format: Format, limit: int | None) -> int | None:
-    """How many rows to ask for. A table also reads rows that it does not show, to count them.
-
-    The query is asked once, with this limit: DuckDB then sorts and reads no more than it needs.
-    """
+    """How many rows to ask for, as DuckDB reads no more: a table also counts rows that it hides."""
     if answer_format != "table":
         return limit
     shown_rows = TABLE_ROWS if limit is None else limit

@@ -1,7 +1,5 @@
 """What is wrong with a query: one line instead of DuckDB's many, and the place in the SQL."""
 
-from __future__ import annotations
-
 import difflib
 import re
 

@@ -9,8 +9,6 @@ In the SQL, `$threshold` stands for the value. A parameter without a default mus
 that has the name of a parameter is written with the name of its table.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re
@@ -24,8 +22,7 @@ from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError
 from headcount.schemas.packages import PACKAGE
 
-QUERIES = PACKAGE / "queries" / "sql"
-"""The folder whose `.sql` files are the named queries."""
+QUERIES = PACKAGE / "queries" / "sql"  # the folder whose `.sql` files are the named queries
 
 SqlType: TypeAlias = Literal["VARCHAR", "DOUBLE", "BIGINT", "BOOLEAN"]
 """The types that parameters have."""
@@ -48,8 +45,7 @@ class Parameter:
 
     name: str
     type: SqlType
-    default: str | None
-    """In SQL. None if the value must be given."""
+    default: str | None  # In SQL. None if the value must be given.
     meaning: str
 
     def literal(self, text: str) -> str:
@@ -84,11 +80,9 @@ class NamedQuery:
     """A query that is asked by its name."""
 
     name: str
-    description: str
-    """What its rows are, in one line of text."""
+    description: str  # what its rows are, in one line of text
     parameters: tuple[Parameter, ...]
-    example: str | None
-    """What a user may write after `headcount query RUNS`."""
+    example: str | None  # what a user may write after `headcount query RUNS`
     sql: str
 
     @property

@@ -36,10 +36,7 @@ def converse(
     answer: Callable[[str], None],
     say: Callable[[str], None],
 ) -> None:
-    """Answer queries until there are no more. A mistake is a line, and the next query comes.
-
-    `answer` writes the answer to SQL. `say` writes what is not an answer.
-    """
+    """Answer queries until there are no more. A mistake is a line that `say` writes."""
     for line in _lines_typed(database, queries, say) if sys.stdin.isatty() else sys.stdin:
         typed = line.strip().rstrip(";").strip()
         first, _, rest = typed.partition(" ")

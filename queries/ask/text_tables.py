@@ -3,8 +3,6 @@
 Columns and rows that do not fit are named or counted in a line below.
 """
 
-from __future__ import annotations
-
 import shutil
 from typing import TextIO
 
@@ -14,26 +12,19 @@ from rich.cells import cell_len, set_cell_size
 from headcount.queries.ask.answers import Answer, rows_of
 from headcount.schemas.errors import printable
 
-TABLE_ROWS = 40
-"""Rows that a table shows if no limit is given."""
+TABLE_ROWS = 40  # rows that a table shows if no limit is given
 
 COUNTED_ROWS = 10_000
 """Rows beyond those shown that a table reads only to count them. It counts no more than these."""
 
-CELL_CHARACTERS = 60
-"""Characters that a table shows of a cell."""
-
-VALUE_CHARACTERS = 2_000
-"""Characters that are shown of a value which has a line of its own."""
+CELL_CHARACTERS = 60  # characters that a table shows of a cell
+VALUE_CHARACTERS = 2_000  # characters that are shown of a value which has a line of its own
 
 VERTICAL_LINES = 60
 """A table wider than its terminal is written one column a line if that makes no more lines."""
 
-NAMED_COLUMNS = 12
-"""Columns that are named if they do not fit."""
-
-GAP = "   "
-"""What stands between two columns."""
+NAMED_COLUMNS = 12  # columns that are named if they do not fit
+GAP = "   "  # what stands between two columns
 
 
 def write_table(

@@ -1,7 +1,5 @@
 """What a user types, as one query in SQL: a named query with parameters, SQL, or a file."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import sys
@@ -42,10 +40,7 @@ def with_parameters(
     queries: Mapping[str, NamedQuery],
     options: Sequence[str] = (),
 ) -> str:
-    """A query in SQL. `words` are those that set parameters, as `--threshold 0.2`.
-
-    `options` are those of the command, one of which may have been meant.
-    """
+    """A query in SQL with parameters from `words`; an option of the command may be meant."""
     query = queries.get(typed.strip())
     if query is None:
         if words:
@@ -85,7 +80,6 @@ def parameter_values(words: Sequence[str]) -> dict[str, str]:
 
 
 def _unexpected(word: str, typed: str, options: Sequence[str]) -> str:
-    """Why a word is not understood."""
     if typed.startswith("--"):
         return f"expected a query before {typed}: QUERY --PARAMETER VALUE"
     if not word.startswith("-"):

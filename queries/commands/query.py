@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 commands = typer.Typer(rich_markup_mode=None)
 
 
-TIMEOUT = 600.0
-"""Seconds after which a query is given up by default."""
-
-MANY_RUNS = 3
-"""If more runs are not complete, one line speaks of all of them."""
+TIMEOUT = 600.0  # seconds after which a query is given up by default
+MANY_RUNS = 3  # if more runs are not complete, one line speaks of all of them
 
 RunsArgument = Annotated[
     str,
@@ -163,7 +160,6 @@ def _answer(
     answer_format: Format,
     sql: str,
 ) -> None:
-    """Ask a query and write the answer."""
     from headcount.queries.ask.answers import run_query
     from headcount.queries.ask.formats import rows_to_read, write_file, write_tokens_as_text
     from headcount.queries.ask.mistakes import SqlMistake

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer(rich_markup_mode=None)
 
-WIDTH = 100
-"""Characters of a line by default."""
+WIDTH = 100  # characters of a line by default
 
 
 @commands.command()
@@ -97,7 +96,6 @@ def text(
 
 
 def _heading(run: Record, sequence: Record) -> str:
-    """Where a sequence comes from, on one line."""
     facts = [f"sequence {sequence['sequence']} of {run['run_id']}"]
     facts.append(f"{len(sequence['tokens'])} tokens")
     if sequence["file"] is not None:
@@ -108,10 +106,7 @@ def _heading(run: Record, sequence: Record) -> str:
 
 
 def _write_text(texts: list[str], out: TextIO, width: int) -> None:
-    """Write tokens one after the other, with a bar between two.
-
-    Before each line stands the position of its first token.
-    """
+    """Write tokens with a bar between two, and before each line the position of its first token."""
     from rich.cells import cell_len
 
     # Widths are cells of a terminal, of which a character may take two.
@@ -136,7 +131,6 @@ def _write_text(texts: list[str], out: TextIO, width: int) -> None:
 def _write_statistics(
     database: RunDatabase, sequence: int, head: Head, intervention: str, out: TextIO
 ) -> None:
-    """Write what the run measured of a head on a sequence."""
     rows = database.records(f"""
         SELECT
             * EXCLUDE (run_id, intervention, input_family, shard, sequence, layer, head, label)

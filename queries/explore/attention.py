@@ -1,7 +1,5 @@
 """Where each token of a stored sequence looks, in one head: the run's own model runs it again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,11 +13,8 @@ from headcount.queries.report.examples import RECEIVED, marked_keys
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.workers.run_model import RunModels
 
-SHOWN_TOKENS = 256
-"""Tokens of a sequence in one answer, which has a weight for each pair of them."""
-
-TOKENS_BEFORE_MARK = 64
-"""Tokens that stand before the first marked one, if the beginning is cut."""
+SHOWN_TOKENS = 256  # tokens of a sequence in one answer, which has a weight for each pair of them
+TOKENS_BEFORE_MARK = 64  # tokens that stand before the first marked one, if the beginning is cut
 
 
 class Attention(Query):
@@ -34,8 +29,7 @@ class Attention(Query):
     kind: Literal["attention"]
     head: Head
     sequence: NonNegativeInt
-    statistic: str | None = None
-    """The statistic whose keys are marked."""
+    statistic: str | None = None  # the statistic whose keys are marked
     start: NonNegativeInt | None = None
     """The first token that is shown. None is somewhat before the first marked one."""
 

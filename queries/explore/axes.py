@@ -1,17 +1,12 @@
 """The axis of a statistic: its ends and its bins, the same for a histogram, a brush and a cube."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 from headcount.queries.sql_text import quoted_name
 
-BINS = 128
-"""Bins of an axis. A brush begins and ends at their edges."""
-
-DRAWN_BINS = BINS // 2
-"""Bins that a histogram draws: each is two bins of the axis."""
+BINS = 128  # Bins of an axis. A brush begins and ends at their edges.
+DRAWN_BINS = BINS // 2  # bins that a histogram draws: each is two bins of the axis
 
 FILLED_SHARE = 1 / 3
 """An axis shows the whole range of a statistic if the values fill this share of it."""

@@ -34,11 +34,8 @@ from headcount.schemas.scans.kinds import OF_MERGED
 LARGE_RUN_ROWS = 20_000_000
 """Above so many rows of one intervention, brushes and histograms read a sample of sequences."""
 
-AXIS_ROWS = 50_000
-"""Rows of the first sequences from which the ends of an axis are taken, about."""
-
-TAIL = 0.0005
-"""Share of the values that lie beyond each end of an axis."""
+AXIS_ROWS = 50_000  # rows of the first sequences from which the ends of an axis are taken, about
+TAIL = 0.0005  # share of the values that lie beyond each end of an axis
 
 FIRST_STATISTICS = (
     "sink_mass",
@@ -60,8 +57,7 @@ class PageRuns:
 
     def __init__(self, database: RunDatabase, revision: int) -> None:
         self.database = database
-        self.revision = revision
-        """Differs between two states, also after a restart."""
+        self.revision = revision  # differs between two states, also after a restart
         self._runs = _runs_of(database)
         self._records = database.records("FROM runs ORDER BY run_id")
         self._shown = shown_runs(self._records)
@@ -83,8 +79,7 @@ class PageRuns:
         self._facts = {record["run_id"]: self._facts_of(record) for record in self._records}
         self._samples: dict[tuple[str, str], str] = {}
         """Tables with the sample of a run under an intervention."""
-        self._lock = Lock()
-        """Held while a sample is read: two queries must not read the same one."""
+        self._lock = Lock()  # held while a sample is read: two queries must not read the same one
         if any(facts.has_rollups for facts in self._facts.values()):
             # Queries are asked on cursors of the connection, which make no views.
             make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
@@ -95,14 +90,10 @@ class PageRuns:
         self._axes: dict[tuple[str, str], Axis] = {}
         self.is_verified = False
         """Whether what repeats the rows of heads was compared with its commits."""
-        self.has_verified_rows = False
-        """Whether the rows were compared too."""
+        self.has_verified_rows = False  # whether the rows were compared too
 
     def is_current(self, path: str, code: str | None, read: ReadRun) -> bool:
-        """Whether nothing was committed and no damage was found since it was opened.
-
-        `read` may remember runs.
-        """
+        """Whether nothing was committed and no damage was found since it was opened."""
         if _runs_of(self.database) is not self._runs:
             return False
         runs, _ = read_runs(place(path), code, read)
@@ -288,7 +279,6 @@ _SHOWN_OF_RUN = (
 
 
 def _first_statistics(facts: RunFacts) -> list[str]:
-    """The statistics that a page shows first."""
     preferred = [name for name in FIRST_STATISTICS if name in facts.statistics]
     names = dict.fromkeys([*preferred, *facts.statistics])
     return list(names)[: len(FIRST_STATISTICS)]

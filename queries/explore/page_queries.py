@@ -4,8 +4,6 @@ Nothing here reads a file or a database: a query becomes SQL, and tables become 
 The page never sends SQL, except in `queries.explore.query_engine` as a query of the user's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -34,17 +32,13 @@ from headcount.queries.report.section import (
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, unknown
 
-MOST_STATISTICS = 12
-"""Histograms that one query asks for at most."""
-
-MOST_SEQUENCES = 20
-"""Sequences that one query names at most."""
+MOST_STATISTICS = 12  # histograms that one query asks for at most
+MOST_SEQUENCES = 20  # sequences that one query names at most
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 """An array of some shape and type. The answer's header says which."""
 
-Header: TypeAlias = dict[str, Any]
-"""What an answer says besides its arrays, as JSON."""
+Header: TypeAlias = dict[str, Any]  # what an answer says besides its arrays, as JSON
 
 BinNumber = Annotated[int, Field(ge=0, lt=BINS)]
 
@@ -71,10 +65,8 @@ class RunFacts:
     """Statistics with a uniform baseline in `sequences`."""
     axes: dict[str, Axis] = field(default_factory=dict[str, Axis])
     """The axis of each statistic that was asked for."""
-    every: int = 1
-    """In a large run, brushes and histograms read one of so many sequences."""
-    has_rollups: bool = False
-    """Whether means come from roll-ups and not from rows."""
+    every: int = 1  # in a large run, brushes and histograms read one of so many sequences
+    has_rollups: bool = False  # whether means come from roll-ups and not from rows
     has_large_sample: bool = False
     """Whether the sample of a merge has enough rows for the ends of axes."""
     sample: str | None = None
@@ -83,8 +75,7 @@ class RunFacts:
     """Profiles by lag, key or query that the run averaged over sequences."""
     kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Those that it kept for every sequence and did not average."""
-    has_parts: bool = False
-    """Whether it averaged what each part of a layer adds to logits."""
+    has_parts: bool = False  # whether it averaged what each part of a layer adds to logits
 
     @property
     def is_sampled(self) -> bool:
@@ -125,16 +116,12 @@ class Scope(_Closed):
 
     run_id: str
     intervention: str = "none"
-    subset: str | None = None
-    """Subset of the Pile. None is all of them."""
+    subset: str | None = None  # Subset of the Pile. None is all of them.
     layers: tuple[NonNegativeInt, NonNegativeInt] | None = None
     """First and last layer. None is all of them."""
 
     def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
-        """Conditions on rows of `heads`.
-
-        `sampled` reads only some sequences of a large run, from `facts.sampled_rows`.
-        """
+        """Conditions on rows of `heads`; `sampled` reads only those of `facts.sampled_rows`."""
         # A sample in memory is of one run and one intervention.
         is_in_memory = sampled and facts.sample is not None
         conditions = [] if is_in_memory else self.conditions_on_run
@@ -188,10 +175,7 @@ class Brush(_Closed):
     last: BinNumber
 
     def condition(self, facts: RunFacts) -> str:
-        """The condition on a row of `heads`.
-
-        It asks for the bin and not for the value, so that it is the same as in a cube.
-        """
+        """The condition on a row of `heads`: on the bin, not the value, as in a cube."""
         axis = facts.axes[self.statistic]
         return f"{axis.bin_sql(self.statistic)} BETWEEN {self.first} AND {self.last}"
 
@@ -203,10 +187,8 @@ Brushes = Annotated[tuple[Brush, ...], Field(max_length=MOST_STATISTICS)]
 class Query(_Closed):
     """A query about the rows of one run, or of one head of it."""
 
-    reads_sample: ClassVar[bool] = False
-    """Whether it is about the sample of a large run."""
-    rollups_answer: ClassVar[bool] = False
-    """Whether roll-ups answer it, of a run that has them."""
+    reads_sample: ClassVar[bool] = False  # whether it is about the sample of a large run
+    rollups_answer: ClassVar[bool] = False  # whether roll-ups answer it, of a run that has them
     bins_of: ClassVar[tuple[str, ...]] = ("brushes",)
     """The fields that name statistics whose axes the query needs."""
 
@@ -278,8 +260,7 @@ class Heatmap(Query):
 
     kind: Literal["heatmap"]
     head: Head | None = None
-    statistic: str | None = None
-    """None is all of them."""
+    statistic: str | None = None  # None is all of them
     changes: bool = False
     """Not the numbers but what the intervention changes in them, over pairs of one sequence."""
 
@@ -374,12 +355,9 @@ class Cube(Query):
     kind: Literal["cube"]
     head: Head
     active: str
-    statistic: str
-    """The statistic of the heatmap."""
-    statistics: Statistics
-    """The statistics of the other histograms."""
-    brushes: Brushes = ()
-    """The brushes on other statistics."""
+    statistic: str  # the statistic of the heatmap
+    statistics: Statistics  # the statistics of the other histograms
+    brushes: Brushes = ()  # the brushes on other statistics
     meaning: Meaning = "sequences"
 
     @cached_property
@@ -536,8 +514,7 @@ class Extremes(Query):
     kind: Literal["extremes"]
     head: Head
     statistic: str
-    statistics: Statistics
-    """Statistics that are shown beside it."""
+    statistics: Statistics  # statistics that are shown beside it
     brushes: Brushes = ()
     lowest: bool = False
 
@@ -571,10 +548,8 @@ class Texts(Query):
 
     kind: Literal["texts"]
     sequences: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_SEQUENCES)]
-    first: Annotated[int, Field(ge=1, le=100_000)] = 100_000
-    """So many tokens of each."""
-    statistic: str | None = None
-    """The statistic whose keys are marked."""
+    first: Annotated[int, Field(ge=1, le=100_000)] = 100_000  # so many tokens of each
+    statistic: str | None = None  # the statistic whose keys are marked
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Tokens are in another table."""
@@ -650,10 +625,7 @@ def _summaries(
 def _bins_under_brushes(
     statistics: Sequence[str], brushes: Sequence[Brush], facts: RunFacts
 ) -> str:
-    """The bin of each statistic, as columns of their names.
-
-    A histogram shows the rows that are in all brushes but its own, so that the brush can be moved.
-    """
+    """The bin of each statistic in rows within all brushes but its own, which can then be moved."""
     columns: list[str] = []
     for statistic in statistics:
         bin_sql = facts.axes[statistic].bin_sql(statistic, DRAWN_BINS)

@@ -39,8 +39,7 @@ from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.scans.values import EXPECTED, wrong_value
 from headcount.workers.run_model import RunModels
 
-DEADLINE = 20.0
-"""Seconds after which a query is given up by default."""
+DEADLINE = 20.0  # seconds after which a query is given up by default
 
 FRESH_SECONDS = 2.0
 """A page that asks for the runs within this time gets them as they were looked at last."""
@@ -48,20 +47,11 @@ FRESH_SECONDS = 2.0
 INTERRUPT_SECONDS = 0.02
 """Time between two interrupts. One that comes before a statement has begun is lost."""
 
-CLOSING_SECONDS = 5.0
-"""Seconds in which running queries are stopped when the server ends."""
-
-THREADS = 2
-"""Queries of the page that are answered at once. DuckDB uses all cores for each."""
-
-MOST_ROWS = 1_000
-"""Rows that the page shows of an answer in SQL."""
-
-MOST_CHARACTERS = 1_000
-"""Characters that the page shows of a value."""
-
-MOST_BYTES = 8 * 2**20
-"""Bytes of rows that are read of an answer in SQL."""
+CLOSING_SECONDS = 5.0  # seconds in which running queries are stopped when the server ends
+THREADS = 2  # Queries of the page that are answered at once. DuckDB uses all cores for each.
+MOST_ROWS = 1_000  # rows that the page shows of an answer in SQL
+MOST_CHARACTERS = 1_000  # characters that the page shows of a value
+MOST_BYTES = 8 * 2**20  # bytes of rows that are read of an answer in SQL
 
 T = TypeVar("T")
 
@@ -83,8 +73,7 @@ class Sql(BaseModel):
 
 Asked = Annotated[PageQuery | Attention | Overview | Sql, Field(discriminator="kind")]
 
-ASKED: TypeAdapter[Query | Overview | Sql] = TypeAdapter(Asked)
-"""Reads whatever the page may ask."""
+ASKED: TypeAdapter[Query | Overview | Sql] = TypeAdapter(Asked)  # reads whatever the page may ask
 
 
 class Engine:
@@ -170,10 +159,7 @@ class Engine:
             await self.look_again(rows=True)
 
     async def look_again(self, rows: bool = False) -> None:
-        """Open the runs anew if something was committed, or damaged, since they were opened.
-
-        `rows` also compares the rows of heads with their commits, for the first time.
-        """
+        """Open the runs anew if they changed; `rows` compares their rows with the commits."""
         async with self._opening:
             self.runs = await asyncio.to_thread(self._current_runs, rows)
             self._looked = time.monotonic()
@@ -276,7 +262,6 @@ class Engine:
             raise
 
     def _ended(self, job: Future[Any]) -> None:
-        """Close the cursors of a query, in the thread that has answered it."""
         connection = self._running.pop(job, None)
         if connection is not None:
             connection.close()
@@ -295,7 +280,6 @@ class Engine:
             await asyncio.sleep(INTERRUPT_SECONDS)
 
     async def _with_texts(self, query: Query, answer: Answer) -> Answer:
-        """The answer with the text of each token."""
         loop = asyncio.get_running_loop()
         run_id = query.scope.run_id
         rows: list[Header] = answer.header["rows"]
@@ -315,10 +299,7 @@ class Engine:
 
 
 def _take_error(result: asyncio.Future[Any]) -> None:
-    """Take note of an error: nobody else does if nobody waits for the result any more.
-
-    Python would print it with a trace when the server ends.
-    """
+    """Take note of an error that nobody waits for any more: Python would print it at the end."""
     if not result.cancelled():
         result.exception()
 
@@ -351,7 +332,6 @@ def _header(query: Query, facts: RunFacts) -> Header:
 
 
 def _sql_rows(connection: Interruptible, text: str) -> Header:
-    """The first rows of an answer in SQL."""
     # One row more than is shown tells whether there are more.
     answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
     rows: list[list[object]] = []
@@ -382,14 +362,9 @@ def _cell(value: object) -> object:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
 
 
-MOST_ANSWERS = 256
-"""Answers that are kept."""
-
-MOST_KEPT_BYTES = 64 * 2**20
-"""Bytes of all answers that are kept."""
-
-Compute = Callable[[], Coroutine[Any, Any, bytes]]
-"""Computes an answer."""
+MOST_ANSWERS = 256  # answers that are kept
+MOST_KEPT_BYTES = 64 * 2**20  # bytes of all answers that are kept
+Compute = Callable[[], Coroutine[Any, Any, bytes]]  # computes an answer
 
 
 class AnswerCache:
@@ -436,10 +411,7 @@ class AnswerCache:
 
 
 class Interruptible:
-    """Hands out cursors of a connection, and remembers them so that they can be interrupted.
-
-    `run_query` makes its cursor itself, so whoever wants to stop it must know every cursor.
-    """
+    """Remembers the cursors of a connection that `run_query` makes, so that they can be stopped."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._connection = connection

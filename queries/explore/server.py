@@ -5,8 +5,6 @@ nowhere, the page keeps it for its own host and port, and every request says by 
 which page it comes from.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -33,11 +31,8 @@ PAGE = PACKAGE / "queries" / "page" / "explore"
 SHARED_PAGE = PACKAGE / "queries" / "page" / "shared"
 """The page itself, which the explorer shares with the report."""
 
-MOST_BYTES = 256 * 1024
-"""Bytes of a request."""
-
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end the server."""
+MOST_BYTES = 256 * 1024  # bytes of a request
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the server
 
 LOOPBACK = "127.0.0.1"
 LOCAL_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
@@ -71,8 +66,7 @@ class Guard:
     """Who may ask."""
 
     token: str
-    host: str
-    """The address that the server listens at."""
+    host: str  # the address that the server listens at
 
     def is_known_host(self, header: str | None) -> bool:
         """Whether a request was sent to one of our names, at whatever port.
@@ -235,7 +229,6 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
 
 
 async def _signal() -> signal.Signals:
-    """Wait for a signal that ends the command."""
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()
 

@@ -1,7 +1,5 @@
 """What columns mean and what views need, as the database itself says it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -15,8 +13,7 @@ from headcount.schemas.scans.kinds import KINDS, TABLES
 SAME_RANGE = ("mean_", "max_", "uniform_")
 """Prefixes of columns that have the range of the column that they sum up."""
 
-Facts = dict[str, dict[str, str]]
-"""Description, unit, range and source, by name of the column."""
+Facts = dict[str, dict[str, str]]  # description, unit, range and source, by name of the column
 
 
 def views_read(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
@@ -27,10 +24,7 @@ def views_read(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
 
 
 def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
-    """Meaning, unit, range and source of all columns, by name.
-
-    If two views differ, the views that the query reads win, then the tables.
-    """
+    """Meaning, unit, range and source of columns by name, as the query's views say, then tables."""
     opened = OPENED[connection]
     with opened.lock:
         make_described_views(connection.cursor(), opened)

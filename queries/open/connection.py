@@ -1,7 +1,5 @@
 """A DuckDB connection over runs: views of what is committed, and nothing else within reach."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -57,8 +55,7 @@ AT_AN_END = """
 """Whether a document may go on in sequences that are not among these. `internal.documents` has the
 document of each sequence, or NULL if it has no other: most queries need no group for it."""
 
-MEMORY = "50%"
-"""Memory that a query may take. What needs more goes to the temporary directory."""
+MEMORY = "50%"  # Memory that a query may take. What needs more goes to the temporary directory.
 
 MEMORY_SIZE = re.compile(r"(?=.*[1-9])(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)", re.IGNORECASE)
 """A size that is not zero, and its unit."""
@@ -77,8 +74,7 @@ class OpenedRuns:
     """The runs that a connection reads, without what was found damaged so far."""
 
     runs: list[Run]
-    left_out: list[str]
-    """For each run that cannot be read at all, why."""
+    left_out: list[str]  # for each run that cannot be read at all, why
     tell: Tell
     shipped: ShippedViews = field(default_factory=lambda: ShippedViews({}))
     """The named queries, whose views are made when a query names them."""
@@ -234,10 +230,7 @@ def _make_views(cursor: duckdb.DuckDBPyConnection, opened: OpenedRuns, query: st
 
 
 def hold_to_commits(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    """Make the views that a query names, and compare the files that it reads with their commits.
-
-    What is damaged is taken out of every view, and the user is told.
-    """
+    """Make the views that a query names, and take what is damaged of its files out of all views."""
     opened = OPENED[connection]
     with opened.lock:
         _make_views(connection.cursor(), opened, sql)
@@ -371,7 +364,6 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
 
 
 def _create_rollup_views(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
-    """Create the internal views of roll-ups and of the rows that are in none."""
     opened.unrolled = _unrolled_statistics(opened)
     create_rollup_views(connection, opened.unrolled)
 
@@ -399,10 +391,7 @@ def is_of_gone_file(message: str) -> bool:
 def _leave_out_misfits(
     connection: duckdb.DuckDBPyConnection, source: Source, opened: OpenedRuns
 ) -> None:
-    """Leave out runs whose files of a source do not fit their manifests.
-
-    It is an error if no run is left.
-    """
+    """Leave out runs whose files do not fit their manifests; it is an error if none is left."""
     fitting: list[Run] = []
     misfits: list[str] = []
     for run in opened.runs:
@@ -424,7 +413,6 @@ def _leave_out_misfits(
 
 
 def _sql_columns(fields: Iterable[pa.Field]) -> str:
-    """Names and types of columns."""
     return ", ".join(f"{quoted_name(each.name)} {_sql_type(each.type)}" for each in fields)
 
 
@@ -438,17 +426,14 @@ def _sql_type(type_: pa.DataType) -> str:
 
 
 def _store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:
-    """Copy rows into the table below a view."""
     connection.register("content", content)
     connection.execute(f"CREATE OR REPLACE TABLE internal.{name}_content AS FROM content")
     connection.unregister("content")
 
 
 def _lock_down(connection: duckdb.DuckDBPyConnection, runs: list[Run], memory: str) -> None:
-    """Leave the runs readable and nothing else.
-
-    A query too big for its memory may fill half of what is free in the temporary directory.
-    """
+    """Leave the runs readable and nothing else."""
+    # A query too big for its memory may fill half of what is free there.
     temporary = tempfile.gettempdir()
     spill_directory = os.path.join(temporary, f"headcount-{os.getpid()}")
     free_mebibytes = shutil.disk_usage(temporary).free // 2**20

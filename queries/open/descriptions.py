@@ -1,7 +1,5 @@
 """What views and columns mean. The database holds it as comments, which dashboards show."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A DuckDB file that holds the views of runs and none of their rows, for dashboards."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote

@@ -9,8 +9,6 @@ Each statistic has a select of its own. So a query about one of them reads one c
 rows: DuckDB drops the selects whose constant `statistic` is another one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +51,7 @@ class MeasuredStatistic:
 
     name: str
     axis: Axis
-    run_ids: tuple[str, ...] | None
-    """The runs that measured it. None if all did."""
+    run_ids: tuple[str, ...] | None  # The runs that measured it. None if all did.
 
     @property
     def value(self) -> str:

@@ -1,7 +1,5 @@
 """One run as queries see it: its manifest, its commit log, and the files whose rows count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,10 +22,8 @@ class Run:
 
     directory: RunDirectory
     manifest: Manifest
-    commit_log: pa.Table
-    """One row per commit, in shard order."""
-    code: str | None
-    """Only shards that this code measured are read. None reads all."""
+    commit_log: pa.Table  # one row per commit, in shard order
+    code: str | None  # Only shards that this code measured are read. None reads all.
     damaged: list[Damage]
     """Committed files that are not as committed. The caller decides whether to tell the user."""
 
@@ -52,10 +48,7 @@ class Run:
         return self.commit_log.filter(pa.array(self.is_whole))
 
     def files(self, table: str, unrolled: bool = False) -> list[str]:
-        """Full paths of a table's files that count.
-
-        `unrolled` leaves out the files whose rows are in the roll-ups and samples that count.
-        """
+        """Full paths of a table's files that count; `unrolled`: without those of roll-ups."""
         files = pc.list_flatten(self.done["files"])
         is_read = pc.equal(pc.struct_field(files, "table"), table)
         paths = pc.struct_field(files, "path")
@@ -109,8 +102,7 @@ def _shards_of(damaged: list[Damage]) -> list[int]:
     return [shard for damage in damaged for shard in damage.shards]
 
 
-READINGS = 20
-"""How often a run is read whose shards are merged meanwhile."""
+READINGS = 20  # how often a run is read whose shards are merged meanwhile
 
 
 def read_run(directory: RunDirectory, code: str | None) -> Run:
@@ -146,11 +138,7 @@ ReadRun = Callable[[RunDirectory, str | None], Run]
 def read_runs(
     path: Place, code: str | None = None, read: ReadRun = read_run
 ) -> tuple[list[Run], list[RunError]]:
-    """Read the manifests and commit logs at `path`, and say which runs cannot be read.
-
-    `code` reads only the shards that it measured. `read` may remember runs. It is an error if no
-    run can be read.
-    """
+    """Read the runs at `path`, and say which cannot be read; `code`: only its own shards."""
     runs: list[Run] = []
     unreadable: list[RunError] = []
     for directory in find_runs(absolute(path)):

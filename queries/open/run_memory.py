@@ -7,8 +7,6 @@ file system. So a state of a run counts only once the run was read a tick after 
 seen. That takes a clock which only goes forward, and compares no clocks of two machines.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,16 +24,11 @@ State = dict[str, Fingerprint]
 
 @dataclass(frozen=True)
 class _Read:
-    """A run as it was read."""
-
     run: Run
-    folders: list[str]
-    """The directories of its data files."""
+    folders: list[str]  # the directories of its data files
     state: State
-    first_seen: float
-    """When this state was seen first, on a clock that only goes forward."""
-    is_settled: bool
-    """Whether it was read so late that whatever is written now has another state."""
+    first_seen: float  # when this state was seen first, on a clock that only goes forward
+    is_settled: bool  # whether it was read so late that whatever is written now has another state
 
 
 class RunMemory:

@@ -1,7 +1,5 @@
 """The tables that describe the runs: what was scanned, which shards are done, what was measured."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -22,8 +20,7 @@ from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
 """How the names of checkpoints tell their step, in the libraries that write them."""
 
-LONGEST_STEP = 15
-"""Digits of the largest number that is taken for a step."""
+LONGEST_STEP = 15  # digits of the largest number that is taken for a step
 
 
 def _schema(table: str) -> pa.Schema:
@@ -65,10 +62,7 @@ def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
 
 
 def bounds(ends: Sequence[float | str | None] | None) -> tuple[float, float]:
-    """The range of a statistic as two floats, from a manifest's `range`.
-
-    JSON does not have infinity, so a manifest writes it as a word or as null.
-    """
+    """A manifest's `range` as two floats: JSON has no infinity, so there it is a word or null."""
     low, high = ends or (None, None)
     return (
         float("-inf") if low is None else float(low),
@@ -186,7 +180,6 @@ def training_step(model: str, revision: str | None) -> int | None:
 
 
 def _shards_of_run(run: Run) -> pa.Table:
-    """One row per shard of a run, in shard order."""
     schema, log = _schema("shards"), run.commit_log
     # A commit says all of a shard, but not what has become of its files since.
     of_commit = [name for name in schema.names if name in log.schema.names]

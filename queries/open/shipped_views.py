@@ -1,7 +1,5 @@
 """The views of named queries, made when they are asked, and why one cannot be answered."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -58,10 +56,7 @@ class ShippedViews:
         return {name: query.description for name, query in self.queries.items()}
 
     def named_in(self, sql: str) -> list[str]:
-        """The queries that a query may stand on, each after those that it stands on itself.
-
-        A name that stands anywhere in the text counts: one view too many does no harm.
-        """
+        """The queries anywhere in a query's text, each after those that it stands on itself."""
         text = sql.lower()
         may_name_all = BLIND.search(text) is not None
         ordered: dict[str, None] = {}

@@ -1,7 +1,5 @@
 """The committed rows of a table, as SQL that reads the files of runs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -16,8 +14,7 @@ from headcount.schemas.scans.kinds import TABLES
 class Source:
     """Committed rows of a table: all, or those that roll-ups do not have."""
 
-    name: str
-    """The name of its view in the schema `commit_log`."""
+    name: str  # the name of its view in the schema `commit_log`
     table: Table
     unrolled: bool = False
 
@@ -76,6 +73,5 @@ def _path_list(paths: list[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Paths in which no character is a wildcard."""
     # A pattern reads [*] as a star and [[] as a bracket.
     return re.sub(r"[*?\[]", r"[\g<0>]", text)

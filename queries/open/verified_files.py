@@ -4,8 +4,6 @@ The memory lies outside the runs, as sixteen bytes a file: a digest of its path,
 system says of it and of what was committed. A file that has changed in any of these is read again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets
@@ -31,8 +29,7 @@ from headcount.schemas.files.damage import (
 from headcount.schemas.files.places import stats
 from headcount.schemas.files.run_directory import pc
 
-KEY_BYTES = 16
-"""Bytes of a key."""
+KEY_BYTES = 16  # bytes of a key
 
 CLOCK_TICK_SECONDS = 2.0
 """Seconds after its last change before a file is remembered.
@@ -40,18 +37,12 @@ CLOCK_TICK_SECONDS = 2.0
 Clocks of file systems tick: within a tick a file may change again and look the same.
 """
 
-SECONDS_BEFORE_NOTICE = 2.0
-"""Seconds of reading after which the user is told what takes so long."""
-
-Tell = Callable[[str], None]
-"""Called with a line for the user."""
+SECONDS_BEFORE_NOTICE = 2.0  # seconds of reading after which the user is told what takes so long
+Tell = Callable[[str], None]  # called with a line for the user
 
 
 def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
-    """Files of some tables of a run that are not as committed.
-
-    Files in an object store are not read: that would fetch all of them.
-    """
+    """Damaged files of some tables of a run; none in a store, where that would fetch them all."""
     home = run.directory.path
     if not isinstance(home, Path):
         return []
@@ -159,7 +150,6 @@ def _key_files(home: Path) -> list[Path]:
 
 
 def _key_folders() -> list[Path]:
-    """The user's caches, and the temporary directory."""
     folders = [Path(tempfile.gettempdir()) / f"headcount-{os.getuid()}" / "verified"]
     # A user of a container may have neither HOME nor an entry in passwd.
     with suppress(RuntimeError):

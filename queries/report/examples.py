@@ -1,7 +1,5 @@
 """The sequences in which a head is most and least active, as excerpts of their text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -9,20 +7,15 @@ from typing import TypeAlias
 import numpy as np
 
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.report.section import Array, Section, records
+from headcount.queries.report.section import Array, Section
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.scans.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
-MOST, LEAST = 3, 1
-"""Sequences of each kind that a card shows."""
-
-EXCERPT_TOKENS = 44
-"""Tokens of an excerpt."""
-
-TOKENS_BEFORE_MARK = 14
-"""Tokens of an excerpt that stand before the first marked one."""
+MOST, LEAST = 3, 1  # sequences of each kind that a card shows
+EXCERPT_TOKENS = 44  # tokens of an excerpt
+TOKENS_BEFORE_MARK = 14  # tokens of an excerpt that stand before the first marked one
 
 EXAMPLE_STATISTICS = (
     "sink_mass",
@@ -35,14 +28,12 @@ EXAMPLE_STATISTICS = (
 
 MOST_EXAMPLE_STATISTICS = 4
 
-RECEIVED = "attention_received_by_key"
-"""The curve that says which token receives attention."""
+RECEIVED = "attention_received_by_key"  # the curve that says which token receives attention
 
 NO_TOKENIZER = "Tokens are shown as numbers: the tokenizer of the run was not at hand."
 """The error itself would tell readers of a page about the places on a machine."""
 
-HeadKey: TypeAlias = tuple[str, int, int]
-"""A statistic, a layer and a head."""
+HeadKey: TypeAlias = tuple[str, int, int]  # a statistic, a layer and a head
 
 
 @dataclass
@@ -51,14 +42,10 @@ class Excerpt:
 
     sequence: int
     value: float
-    start: int
-    """Position of its first token in the sequence."""
-    length: int
-    """Tokens of the whole sequence."""
-    tokens: list[str]
-    """Text of each token, or its number if no tokenizer is at hand."""
-    marked: list[int]
-    """Indices of the tokens that the statistic is about."""
+    start: int  # position of its first token in the sequence
+    length: int  # tokens of the whole sequence
+    tokens: list[str]  # text of each token, or its number if no tokenizer is at hand
+    marked: list[int]  # indices of the tokens that the statistic is about
     weights: list[float] | None
     """Attention that each token receives. None if the run did not measure it."""
     pile_set_name: str | None
@@ -70,8 +57,7 @@ class Examples:
 
     most: dict[HeadKey, list[Excerpt]] = field(default_factory=dict[HeadKey, list[Excerpt]])
     least: dict[HeadKey, list[Excerpt]] = field(default_factory=dict[HeadKey, list[Excerpt]])
-    note: str = ""
-    """Why tokens are numbers. Empty if they are text."""
+    note: str = ""  # Why tokens are numbers. Empty if they are text.
 
 
 def example_statistics(measured: Iterable[str]) -> list[str]:
@@ -102,7 +88,7 @@ def read_examples(
     for statistic, some_heads in heads.items():
         # SQL has no empty list for IN.
         sql = extremes_sql(section, statistic, some_heads) if some_heads else "FROM range(0)"
-        for row in records(database, f"examples of {statistic}", sql):
+        for row in database.records(sql):
             key = statistic, row["layer"], row["head"]
             most = {one["sequence"] for one in row["most"]}
             # With few sequences, the least active would be among the most active again.
@@ -117,7 +103,7 @@ def read_examples(
         SELECT sequence, pile_set_name, tokens
         FROM sequences {section.condition} AND sequence IN ({numbers}) AND tokens IS NOT NULL
     """
-    sequences = {row["sequence"]: row for row in records(database, "sequences", sql)}
+    sequences = {row["sequence"]: row for row in database.records(sql)}
     # The attention that each token receives, by layer, head and sequence.
     received: dict[tuple[int, int, int], list[float]] = {}
     if RECEIVED in database.columns("curves"):
@@ -126,7 +112,7 @@ def read_examples(
             SELECT layer, head, sequence, {RECEIVED} AS received
             FROM curves {section.condition} AND (layer, head, sequence) IN ({cells})
         """
-        for row in records(database, f"curves of {RECEIVED}", sql):
+        for row in database.records(sql):
             received[row["layer"], row["head"], row["sequence"]] = row["received"]
 
     texts: dict[int, list[str]] = {}

@@ -1,7 +1,5 @@
 """The card of one head: all that a run says of it, as plain lists and numbers, and as a page."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +15,6 @@ from headcount.queries.report.section import (
     Numbers,
     Section,
     read_section,
-    records,
     runs_by_id,
 )
 from headcount.schemas.errors import QueryError, unknown
@@ -34,22 +31,17 @@ class CardStatistic:
     formula: str
     unit: str
     mean: float | None
-    standard_error: float | None
-    """Over documents."""
+    standard_error: float | None  # over documents
     documents: int
     effective_documents: float | None
     """How many equally long ones are as sure."""
     minimum: float | None
     maximum: float | None
-    count: int
-    """Sequences on which it is defined."""
+    count: int  # sequences on which it is defined
     undefined: int
-    uniform_baseline: float | None
-    """What uniform attention would score on the same sequences."""
-    percentile: float | None
-    """Share of the other heads of the run with a smaller mean, in percent."""
-    change: float | None
-    """Mean change from the untouched model. None without an intervention."""
+    uniform_baseline: float | None  # what uniform attention would score on the same sequences
+    percentile: float | None  # share of the other heads of the run with a smaller mean, in percent
+    change: float | None  # Mean change from the untouched model. None without an intervention.
     change_error: float | None
 
 
@@ -61,16 +53,14 @@ class CardEffect:
     intervention: str
     effect: float
     standard_error: float | None
-    q: float | None
-    """How sure it is not 0, over all heads."""
+    q: float | None  # how sure it is not 0, over all heads
     direct: float | None
     """The part that reaches the logits without passing a later layer. None if it was not
     measured.
     """
     direct_error: float | None
     indirect: float | None
-    trust: str
-    """How it agrees with measured interventions."""
+    trust: str  # how it agrees with measured interventions
 
 
 @dataclass(frozen=True)
@@ -103,23 +93,18 @@ class HeadCard:
     model: str
     intervention: str
     input_family: str
-    sequences: int
-    """Sequences of the shards that are done."""
+    sequences: int  # sequences of the shards that are done
     n_ctx: int
-    heads: int
-    """Heads that were measured: what percentiles are among."""
+    heads: int  # heads that were measured: what percentiles are among
     statistics: list[CardStatistic]
-    distributions: dict[str, CardDistribution]
-    """By statistic."""
+    distributions: dict[str, CardDistribution]  # by statistic
     subsets: dict[str, list[CardSubset]]
     """By statistic. Empty if the input has no subsets of the Pile."""
     curves: list[HeadCurve]
     effects: list[CardEffect]
-    most: dict[str, list[Excerpt]]
-    """By statistic, the sequences in which the head is most active."""
+    most: dict[str, list[Excerpt]]  # by statistic, the sequences in which the head is most active
     least: dict[str, list[Excerpt]]
-    note: str
-    """Why tokens are numbers. Empty if they are text."""
+    note: str  # Why tokens are numbers. Empty if they are text.
 
     def statistic(self, name: str) -> CardStatistic:
         """One statistic by its name."""
@@ -136,10 +121,7 @@ def head_card(
     intervention: str = "none",
     models: RunModels | None = None,
 ) -> HeadCard:
-    """The card of a head. `run_id` may be left out if there is one run.
-
-    `models` turns tokens into text. Without it they are numbers.
-    """
+    """The card of a head, of the only run if none is named; `models` turns tokens into text."""
     head = Head.labelled(label)
     if head is None:
         raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")
@@ -177,7 +159,7 @@ def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:
 
 
 def _card(database: RunDatabase, section: Section, head: Head, examples: Examples) -> HeadCard:
-    facts = {row["name"]: row for row in records(database, "formulas", "FROM formulas")}
+    facts = {row["name"]: row for row in database.records("FROM formulas")}
     run = section.run
 
     def own(numbers: Numbers, column: str, statistic: int) -> Any:  # noqa: ANN401  # int or float
@@ -243,11 +225,11 @@ def _effects(
 ) -> list[CardEffect]:
     run = section.run["run_id"], section.intervention, section.statistics
     queries = effect_queries(*run, has_parts=False)
-    found = {name: records(database, name, sql) for name, sql in queries.items()}
+    found = {name: database.records(sql) for name, sql in queries.items()}
     effects: list[CardEffect] = []
     answer = effects_answer(run[0], section.n_layers, section.statistics, found)
     sql = f"SELECT statistic, q FROM head_effects {section.condition} AND label = '{head}'"
-    rows = records(database, "q of effects", sql) if answer["effects"] else []
+    rows = database.records(sql) if answer["effects"] else []
     q = {row["statistic"]: row["q"] for row in rows}
     for about in answer["effects"]:
         own = statistics[about["statistic"]]

@@ -4,8 +4,6 @@ A run averages a profile over the sequences of a shard (`profiles`), or keeps it
 (`curves`). Either becomes a `Curve`, at the few places of its axis that a page draws.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,8 +17,7 @@ from headcount.schemas.files.run_directory import pc
 Array: TypeAlias = "np.ndarray[Any, Any]"
 """Numbers by layer and head, after other axes. NaN is undefined, or was not measured."""
 
-MOST_POINTS = 48
-"""Points of a curve in a page."""
+MOST_POINTS = 48  # points of a curve in a page
 
 AXES = ("lag", "key", "query")
 """Axes of the curves that a page draws. Pairs and dimensions are not lines."""
@@ -34,8 +31,7 @@ class HeadCurve:
     axis: str
     meaning: str
     unit: str
-    profiled: bool
-    """Whether the run averaged it. Else it kept it for every sequence."""
+    profiled: bool  # Whether the run averaged it. Else it kept it for every sequence.
     indices: list[int]
     values: list[float | None]
     standard_errors: list[float | None]
@@ -49,8 +45,7 @@ class Curve:
     axis: str
     profiled: bool
     indices: list[int]
-    values: Array
-    """By index, layer and head."""
+    values: Array  # by index, layer and head
     standard_errors: Array
 
     def of_head(self, layer: int, head: int, meaning: str, unit: str) -> HeadCurve:

@@ -1,7 +1,5 @@
 """What our pages share: one HTML file with its style, its scripts and its data, and no network."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib
@@ -43,11 +41,7 @@ class Figures:
 def html_text(
     template: Path, content: Record, data: object, modules: Sequence[str] = DRAWING
 ) -> str:
-    """A page as text.
-
-    `TEMPLATE.html.j2` lays it out. `TEMPLATE.js`, if there is one, draws `data` with what the
-    modules export.
-    """
+    """A page as text: `TEMPLATE.html.j2` lays it out; `TEMPLATE.js`, if there, draws `data`."""
     # Others read numbers alone from this file, and exports wait for every import.
     import jinja2
 

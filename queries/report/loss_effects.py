@@ -4,8 +4,6 @@ Their numbers are statistics like others. Here is how far they can be trusted: w
 `headcount calibrate` measured of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from headcount.queries.ask.asking import Record
@@ -28,10 +26,7 @@ def is_calibration(run: Record) -> bool:
 
 
 def shown_runs(runs: Iterable[Record]) -> list[Record]:
-    """The runs of a page, in its order: calibrations last, without their interventions.
-
-    There may be hundreds of these, and what they say is among the effects.
-    """
+    """The runs of a page: calibrations last, without their interventions, which may be hundreds."""
     shown = [run | {"interventions": ["none"]} if is_calibration(run) else run for run in runs]
     return sorted(shown, key=is_calibration)
 
@@ -39,10 +34,7 @@ def shown_runs(runs: Iterable[Record]) -> list[Record]:
 def effect_queries(
     run_id: str, intervention: str, statistics: Iterable[str], *, has_parts: bool
 ) -> dict[str, str]:
-    """The SQL of what a page shows of effects beside their means, by what it is of.
-
-    `has_parts`: whether runs have the profile PARTS.
-    """
+    """The SQL of what a page shows of effects beside means; `has_parts`: with the profile PARTS."""
     of_run = f"WHERE run_id = {text_literal(run_id)}"
     queries: dict[str, str] = {}
     if effects_among(statistics):
@@ -66,10 +58,7 @@ def effect_queries(
 def effects_answer(
     run_id: str, layers: int, statistics: Sequence[str], found: Mapping[str, list[Record]]
 ) -> Record:
-    """What a page shows of effects, from the rows of `effect_queries`.
-
-    `trust` of an effect has a line for all layers, and then one for each.
-    """
+    """What a page shows of effects; `trust` of one has a line for all layers, then one for each."""
     pairs: dict[str, list[Record]] = {}
     for row in found.get("pairs", []):
         names = ("label", "estimate", "measured", "measured_error")

@@ -38,7 +38,6 @@ from headcount.queries.report.section import (
     Numbers,
     Section,
     read_section,
-    records,
     runs_by_id,
 )
 from headcount.queries.sql_text import text_literal
@@ -49,14 +48,12 @@ if TYPE_CHECKING:
 
     from headcount.workers.run_model import RunModels
 
-LABELLED_HEADS = 10
-"""Heads of a scatter plot that may have a label."""
+LABELLED_HEADS = 10  # heads of a scatter plot that may have a label
 
 MOST_DETAILED_CELLS = 60_000
 """Heads times statistics, over all sections, whose distributions and subsets fit into one file."""
 
-MOST_EXCERPTS = 2_400
-"""Excerpts of texts in one file."""
+MOST_EXCERPTS = 2_400  # excerpts of texts in one file
 
 
 @dataclass(frozen=True)
@@ -64,15 +61,11 @@ class Detail:
     """How much of each section one file can hold."""
 
     distributions: bool
-    heads_with_examples: int
-    """Heads of each statistic whose sequences are shown."""
+    heads_with_examples: int  # heads of each statistic whose sequences are shown
 
 
 def write_report(database: RunDatabase, output: Path, models: RunModels | None = None) -> None:
-    """Write the report on some runs into one HTML file. `models` turns tokens into text.
-
-    It is the explorer's page, with the answers that `source.js` looks for in it.
-    """
+    """Write one HTML file: the explorer's page with the answers that `source.js` looks for."""
     check_writable(output)
     runs = shown_runs(runs_by_id(database).values())
     detail = _detail(runs)
@@ -94,7 +87,7 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
     data = {
         "overview": {
             "runs": overview,
-            "statistics": records(database, "statistics", f"SELECT {facts} FROM statistics"),
+            "statistics": database.records(f"SELECT {facts} FROM statistics"),
             "damage": [],
             "is_short": not detail.distributions,
             "dormant": _dormant_blocks(database),
@@ -125,10 +118,8 @@ def _overview_of_run(database: RunDatabase, run: Record) -> Record:
         "statistics"
     )
     in_run = f"WHERE run_id = {text_literal(run['run_id'])}"
-    damaged = records(database, "damaged shards", f"FROM shards {in_run} AND status = 'damaged'")
-    subsets = records(
-        database,
-        "subsets of the Pile",
+    damaged = database.records(f"FROM shards {in_run} AND status = 'damaged'")
+    subsets = database.records(
         f"SELECT DISTINCT pile_set_name AS name FROM sequences {in_run} "
         "AND pile_set_name IS NOT NULL ORDER BY ALL",
     )
@@ -145,7 +136,6 @@ def _overview_of_run(database: RunDatabase, run: Record) -> Record:
 
 
 def _input_words(run: Record) -> str:
-    """The options of a run's input, and what became of its documents."""
     options: Record = json.loads(run["input_options"])
     words = [
         f"{name} {_option_words(value)}" for name, value in options.items() if value is not None
@@ -178,7 +168,7 @@ def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
         ORDER BY ALL
     """
     engines: list[str] = []
-    for method in records(database, "engines", sql):
+    for method in database.records(sql):
         layers = method["built_layers"]
         built = f", with built patterns in layers {' '.join(map(str, layers))}" if layers else ""
         engines.append(f"{method['engine']}{built}")
@@ -188,12 +178,12 @@ def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
 def _head_facts(database: RunDatabase, section: Section) -> Record:
     """Every number by head of a section, as lists in the order of layers and heads."""
     sql = "SELECT name, meaning, unit FROM formulas"
-    facts = {row["name"]: row for row in records(database, "formulas", sql)}
+    facts = {row["name"]: row for row in database.records(sql)}
     run_id = section.run["run_id"]
     queries = effect_queries(
         run_id, section.intervention, section.statistics, has_parts=PARTS in facts
     )
-    found = {name: records(database, name, sql) for name, sql in queries.items()}
+    found = {name: database.records(sql) for name, sql in queries.items()}
     return {
         "n_layers": section.n_layers,
         "n_heads": section.n_heads,
@@ -262,10 +252,7 @@ def _rounded(values: Array, digits: int) -> list[float | None]:
 
 
 def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
-    """By intervention, the mean of every prediction that is one number a sequence.
-
-    Beside it stands the mean change from the untouched model.
-    """
+    """By intervention, the mean of each prediction that is a number, and the mean of its change."""
     measured = database.columns("sequences")
     by_intervention: dict[str, list[Record]] = {}
     for prediction in PREDICTIONS.values():
@@ -273,7 +260,7 @@ def _predictions(database: RunDatabase, in_run: str) -> dict[str, list[Record]]:
         # What has a number for every token has no mean over sequences.
         if prediction.per_token or name not in measured:
             continue
-        for row in records(database, f"prediction {name}", _prediction_sql(name, in_run)):
+        for row in database.records(_prediction_sql(name, in_run)):
             entry = {"name": name, "unit": prediction.unit, "meaning": prediction.meaning, **row}
             by_intervention.setdefault(row["intervention"], []).append(entry)
     return by_intervention
@@ -342,10 +329,7 @@ def _examples(
 
 
 def _dormant_blocks(database: RunDatabase) -> list[Record]:
-    """A scatter plot for each model, intervention and combination of runs.
-
-    It sets copying where the input repeats against resting elsewhere.
-    """
+    """Scatter plots: copying where the input repeats, against resting where it does not."""
     view = "dormant_induction_heads"
     # Any other error is raised: an empty place on the page means that nothing was measured.
     if view in database.unmeasured_views(view):
@@ -368,4 +352,4 @@ def _dormant_blocks(database: RunDatabase) -> list[Record]:
         GROUP BY ALL
         ORDER BY repeated_run, unrepeated_run, text_run, intervention
     """
-    return records(database, view, sql)
+    return database.records(sql)

@@ -5,8 +5,6 @@ Of a run with roll-ups, all of it comes from views of sums (`head_summaries`, `s
 each of them alone. The sequences behind a number are in `examples.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -28,7 +26,6 @@ from headcount.queries.report.head_curves import (
     profile_curves_sql,
 )
 from headcount.queries.sql_text import quoted_name, text_literal
-from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.measured_heads import Head
@@ -41,8 +38,7 @@ NUMBERS = (*MEANS, *COUNTS)
 Numbers: TypeAlias = dict[str, Array]
 """By column, [statistic layer head]: MEANS are NaN where they are undefined, COUNTS are uint32."""
 
-MOST_BINS = 40
-"""Bins of a histogram in a page. Finer ones are added up."""
+MOST_BINS = 40  # Bins of a histogram in a page. Finer ones are added up.
 
 
 @dataclass
@@ -50,16 +46,11 @@ class Histograms:
     """How many sequences have a value in each bin, for all heads of a section."""
 
     edges: list[float]
-    is_even: bool
-    """Whether all bins have the same width."""
-    counts: Array
-    """By bin, layer and head."""
+    is_even: bool  # whether all bins have the same width
+    counts: Array  # by bin, layer and head
 
     def groups_of(self, head: Head) -> tuple[int, int, list[int]]:
-        """The histogram of one head: its first bin, how many bins are added up, and the sums.
-
-        A head has an axis of its own, because most heads fill a small part of the common one.
-        """
+        """First bin, bins a group, and sums of a head, which fills a small part of the axis."""
         counts = self.counts[:, *head]
         filled = np.flatnonzero(counts)
         if not len(filled):
@@ -80,29 +71,22 @@ class Histograms:
 class Section:
     """One run under one intervention."""
 
-    run: Record
-    """Its row of the view `runs`."""
+    run: Record  # its row of the view `runs`
     intervention: str
     n_layers: int
     n_heads: int
-    statistics: list[str]
-    """Those that were measured, in the order of all arrays."""
+    statistics: list[str]  # those that were measured, in the order of all arrays
     numbers: Numbers
     uniform_baseline: dict[str, float | None]
     """What uniform attention would score on the same sequences, by statistic."""
-    histograms: dict[str, Histograms] = field(default_factory=dict[str, Histograms])
-    """By statistic."""
-    subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])
-    """By subset of the Pile."""
+    histograms: dict[str, Histograms] = field(default_factory=dict[str, Histograms])  # by statistic
+    subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])  # by subset of the Pile
     changes: Numbers | None = None
     """What the intervention changes: means over pairs of the same sequence."""
     curves: list[Curve] = field(default_factory=list[Curve])
 
     def percentile(self, statistic: int, head: Head) -> float:
-        """The share of the other heads with a smaller mean, in percent.
-
-        A head with the same mean counts half. NaN for an undefined mean, or for a single head.
-        """
+        """Percent of the other heads with a smaller mean, ties half; NaN if undefined or alone."""
         means = self.numbers["mean"][statistic]
         own, others = means[head], np.count_nonzero(~np.isnan(means)) - 1
         if np.isnan(own) or not others:
@@ -134,12 +118,9 @@ def read_section(
     head: Head | None = None,
     with_details: bool = True,
 ) -> Section:
-    """Read what a page shows. `head` limits all but the means, which percentiles need, to it.
-
-    `with_details` also reads distributions and subsets.
-    """
+    """Read what a page shows; `head` limits all but the means, which percentiles need, to it."""
     rows = _Rows(database, run, intervention)
-    summaries = _table(database, "means of heads", rows.summaries())
+    summaries = database.table(rows.summaries())
     measured = set(summaries["statistic"].to_pylist())
     # In the order of the registry, and not in that of the rows.
     names = [
@@ -158,15 +139,15 @@ def read_section(
         return section
     of_head = f" AND layer = {head.layer} AND head = {head.head}" if head else ""
     if with_details:
-        bins = _table(database, "distributions", rows.distributions(of_head))
+        bins = database.table(rows.distributions(of_head))
         for name, of_statistic in _split(bins, "statistic"):
             section.histograms[name] = _histograms(of_statistic, shape)
         if sql := rows.subsets(of_head):
-            for subset, of_subset in _split(_table(database, "subsets", sql), "pile_set_name"):
+            for subset, of_subset in _split(database.table(sql), "pile_set_name"):
                 section.subsets[subset] = numbers_by_head(of_subset, names, shape)
     # An intervention has changes if the same run also measured the untouched model.
     if intervention != "none" and "none" in run["interventions"]:
-        changes = _table(database, "changes", rows.changes(of_head))
+        changes = database.table(rows.changes(of_head))
         section.changes = numbers_by_head(changes, names, shape)
     section.curves = list(_curves(database, section, of_head))
     return section
@@ -272,7 +253,7 @@ class _Rows:
     def subsets(self, of_head: str) -> str | None:
         """Means by head and subset of the Pile, if documents say of which they are."""
         known = f"FROM sequences {self.condition} AND pile_set_name IS NOT NULL LIMIT 1"
-        has_subsets = bool(records(self.database, "subsets of the Pile", known))
+        has_subsets = bool(self.database.records(known))
         return self.summaries(of_head, by_subset=True) if has_subsets else None
 
     def changes(self, of_head: str) -> str:
@@ -317,34 +298,16 @@ def uniform_baselines(database: RunDatabase, run_id: str) -> Record:
     sql = f"""
         SELECT avg(COLUMNS('^uniform_.*')) FROM sequences WHERE run_id = {text_literal(run_id)}
     """
-    (levels,) = records(database, "uniform baselines", sql)
+    (levels,) = database.records(sql)
     return levels
 
 
-def records(database: RunDatabase, subject: str, sql: str) -> list[Record]:
-    """The rows of a query. If it fails, the error is one line that names its subject."""
-    try:
-        return database.records(sql)
-    except QueryError as error:
-        raise QueryError(f"report, {subject}: {error}") from None
-
-
-def _table(database: RunDatabase, subject: str, sql: str) -> pa.Table:
-    """The rows of a query as a table. If it fails, the error names its subject."""
-    try:
-        return database.table(sql)
-    except QueryError as error:
-        raise QueryError(f"report, {subject}: {error}") from None
-
-
 def _split(table: pa.Table, column: str) -> Iterator[tuple[str, pa.Table]]:
-    """The rows of each value of a column, in the order of the values."""
     for value in sorted(table[column].unique().to_pylist()):
         yield value, table.filter(pc.equal(table[column], value))
 
 
 def _histograms(rows: pa.Table, shape: tuple[int, ...]) -> Histograms:
-    """Histograms over one common axis, from rows by bin."""
     # Every head has rows of its own, so a bin comes many times. Its ends are the same each time.
     _, first_rows, bin_of_row = np.unique(
         rows["bin"].to_numpy(), return_index=True, return_inverse=True
@@ -382,21 +345,21 @@ def _curves(database: RunDatabase, section: Section, of_head: str) -> Iterator[C
     if not database.columns("profile_means") >= {"profile", *AXES}:
         return
     condition = section.condition + of_head
-    table = _table(database, "profile_means", profile_curves_sql(condition))
+    table = database.table(profile_curves_sql(condition))
     profiles = list(curves_of_profiles(table, section.shape))
     yield from profiles
     names = {curve.profile for curve in profiles}
     sql = "SELECT name, axis FROM formulas WHERE field = 'curves'"
-    for record in records(database, "formulas", sql):
+    for record in database.records(sql):
         profile, axis = record["name"], record["axis"]
         # What a run averaged is not read sequence by sequence again.
         if profile in names or axis not in AXES:
             continue
-        rows = _table(database, f"curves of {profile}", kept_curve_sql(profile, axis, condition))
+        rows = database.table(kept_curve_sql(profile, axis, condition))
         if len(rows):
             yield curve_of(profile, axis, False, rows, section.shape)
 
 
 def runs_by_id(database: RunDatabase) -> dict[str, Record]:
     """The rows of the view `runs`, in its order."""
-    return {row["run_id"]: row for row in records(database, "runs", "FROM runs")}
+    return {row["run_id"]: row for row in database.records("FROM runs")}

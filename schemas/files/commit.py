@@ -1,7 +1,5 @@
 """The record that makes a shard done, as JSON in a file of its own and as a row of a segment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime
 from typing import get_args, get_type_hints
@@ -17,14 +15,11 @@ class DataFile(BaseModel):
     table: str
     intervention: str
     path: str
-    rows: int
-    """Rows of this shard."""
-    bytes: int
-    """Size of the file."""
+    rows: int  # rows of this shard
+    bytes: int  # size of the file
     shards: int = 1
     """Number of shards with rows in the file; more than one after `headcount compact`."""
-    digest: str
-    """Digest of the content (`schemas.files.digests`)."""
+    digest: str  # digest of the content (`schemas.files.digests`)
 
 
 class Method(BaseModel):
@@ -32,16 +27,13 @@ class Method(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     intervention: str
-    engine: str
-    """fused or dense."""
-    precision: str
-    """Number formats of the products, one of `schemas.scans.precision.PRECISIONS`."""
+    engine: str  # fused or dense
+    precision: str  # number formats of the products, one of `schemas.scans.precision.PRECISIONS`
     attention: str
     """How the engine computed attention. tiles or kernel: the fused engine, without a pattern.
     matrix: patterns were built.
     """
-    built_layers: list[int]
-    """Layers whose pattern was built because an intervention needs it."""
+    built_layers: list[int]  # layers whose pattern was built because an intervention needs it
 
 
 class Version(BaseModel):
@@ -62,28 +54,21 @@ class Commit(BaseModel):
     stop: int
     rows: int
     tokens: int
-    seconds: float
-    """From the first forward pass to the last data file."""
+    seconds: float  # from the first forward pass to the last data file
     compute_seconds: float
     """Part of `seconds` that went into forward passes and reductions. While a replica writes one
     shard it already computes the next.
     """
-    idle_seconds: float
-    """How long the replica waited for this shard without computing anything."""
+    idle_seconds: float  # how long the replica waited for this shard without computing anything
     finished: datetime
     """Time of the commit by the host's clock. Only the speed in `headcount status` reads it."""
     host: str
-    replica: str
-    """Identifies the replica among those of the run."""
+    replica: str  # identifies the replica among those of the run
     attempt: int
-    code: str
-    """Fingerprint of the code that measured the shard."""
-    device: str
-    """Device that computed it, for example `cuda NVIDIA H100`."""
-    versions: list[Version]
-    """Libraries that measured."""
-    methods: list[Method]
-    """How each intervention was measured, in the order of the scan."""
+    code: str  # fingerprint of the code that measured the shard
+    device: str  # device that computed it, for example `cuda NVIDIA H100`
+    versions: list[Version]  # libraries that measured
+    methods: list[Method]  # how each intervention was measured, in the order of the scan
     bad_rows: list[str]
     files: list[DataFile]
 
@@ -96,8 +81,7 @@ class Failure:
     error: str
     of_writing: bool = False
     """Whether the shard was measured, and the disk or the store did not take it."""
-    is_last: bool = True
-    """Whether this command does not try the shard again."""
+    is_last: bool = True  # whether this command does not try the shard again
 
 
 ARROW_TYPES = {
@@ -118,8 +102,5 @@ def _arrow_type(annotation: object) -> pa.DataType:
     return pa.list_(_arrow_type(get_args(annotation)[0]))
 
 
-COMMITS = pa.schema(list(_arrow_type(Commit)))
-"""Columns of a segment."""
-
-FILES = COMMITS.field("files").type.value_type
-"""What a segment says about each data file."""
+COMMITS = pa.schema(list(_arrow_type(Commit)))  # columns of a segment
+FILES = COMMITS.field("files").type.value_type  # what a segment says about each data file

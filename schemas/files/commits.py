@@ -21,8 +21,6 @@ and of two attempts at a shard the second finds that there is a commit. So two d
 work at once, and a straggler that finishes when its shard is in a segment changes nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,8 +40,7 @@ from headcount.schemas.files.places import Place, names, reason, settle, write_w
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
-COMMITS_PER_SEGMENT = 4096
-"""Commits that are gathered into one file."""
+COMMITS_PER_SEGMENT = 4096  # commits that are gathered into one file
 
 READERS = 16
 """Files read or deleted at once. A store answers each request slowly, but many at a time."""
@@ -158,7 +155,6 @@ def _segments(listed: Iterable[str]) -> list[str]:
 
 
 def _loose(listed: Iterable[str]) -> list[str]:
-    """The names of commits that are files of their own."""
     return [name for name in listed if name.startswith("shard-") and name.endswith(".json")]
 
 
@@ -282,10 +278,7 @@ def gather_loose(directory: Place, run_id: str) -> None:
 
 
 def write_segment(directory: Place, table: pa.Table) -> None:
-    """Write rows of a commit log into one segment, which counts more than those before it.
-
-    Nothing is deleted. A row without files takes its shard back.
-    """
+    """Write a segment, which outranks those before it; a row without files takes its shard back."""
     # The name goes on with six digits, by which readers know the latest segment.
     numbers = [int(name[8:14]) for name in _segments(names(directory))]
     content = parquet_bytes(table)

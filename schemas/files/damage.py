@@ -5,8 +5,6 @@ a million files in seconds. By content: every file is read and compared with the
 commit and with the declared ranges of its columns.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -34,8 +32,7 @@ DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"
 BY_SIZE = ["files.path", "files.bytes"]
 """Columns of a commit log that `files_damaged_by_size` reads."""
 
-BY_CONTENT = ["stop", "files"]
-"""Columns of a commit log that `examined_files` reads."""
+BY_CONTENT = ["stop", "files"]  # columns of a commit log that `examined_files` reads
 
 ROUNDING = 0.01
 """How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
@@ -49,10 +46,8 @@ Bounds = Mapping[str, tuple[float, float]]
 class Damage:
     """A committed file that differs from what was committed."""
 
-    path: str
-    """Relative to the run directory."""
-    shards: list[int]
-    """Shards whose rows were in the file."""
+    path: str  # relative to the run directory
+    shards: list[int]  # shards whose rows were in the file
     why: str
 
     def __str__(self) -> str:
@@ -87,10 +82,8 @@ class CommittedFile:
     intervention: str
     bytes: int
     digest: str
-    shards: list[int]
-    """Shards whose rows in the file count."""
-    rows: int | None
-    """Number of rows; None if the file also holds rows that do not count."""
+    shards: list[int]  # shards whose rows in the file count
+    rows: int | None  # number of rows; None if the file also holds rows that do not count
 
 
 def is_data_path(path: str) -> bool:
@@ -223,10 +216,7 @@ def declared_bounds(manifest: Manifest) -> dict[str, Bounds]:
 def problem(
     home: Place, file: CommittedFile, bounds: Mapping[str, Bounds], content: OpenFile | None = None
 ) -> str | None:
-    """What is wrong with a committed file, as words that follow its path; None if nothing is.
-
-    `content` is the open file; without it the file is opened here.
-    """
+    """What is wrong with a committed file, as words behind its path; `content` is it, if open."""
     # Nothing outside of the run is opened, whatever a damaged commit names.
     if not is_data_path(file.path):
         return _size_problem(NOT_OURS, file.bytes)

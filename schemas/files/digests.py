@@ -1,7 +1,5 @@
 """The digest by which a commit knows the content of a file."""
 
-from __future__ import annotations
-
 import hashlib
 from io import BufferedReader
 

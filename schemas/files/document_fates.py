@@ -16,8 +16,7 @@ from headcount.schemas.errors import counted
 FATES = ("used", "too short", "empty", "bad", "skipped", "not needed")
 """What becomes of a document that the scan's `where` selects."""
 
-OTHER = "not asked for"
-"""What becomes of a document that `where` does not select."""
+OTHER = "not asked for"  # what becomes of a document that `where` does not select
 
 SHOWN_PARTS = 50
 """Parts of a corpus with a count of their own. The smaller ones are counted together."""

@@ -4,8 +4,6 @@ Only what Python runs counts. Comments, docstrings and layout do not. Code is re
 and written in one canonical form.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect
@@ -20,8 +18,7 @@ from headcount.schemas.packages import MEASURING
 OURS = tuple(f"headcount.{package}." for package in MEASURING)
 """How the names of our modules begin whose code decides numbers."""
 
-LENGTH = 12
-"""Hexadecimal digits of a fingerprint."""
+LENGTH = 12  # hexadecimal digits of a fingerprint
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
@@ -133,10 +130,7 @@ class _Source(NamedTuple):
 
 @cache
 def _read_function(function: FunctionType) -> _Source:
-    """A function's own code, without prose, decorators and the ranges of parameters.
-
-    Every plan asks for it, and it never changes.
-    """
+    """A function's own code, without prose, decorators and the ranges of parameters."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     _strip_prose(tree, with_errors=False)
     for node in ast.walk(tree):

@@ -1,7 +1,5 @@
 """The manifest of a run: everything that made it, resolved."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -16,8 +14,7 @@ Records = dict[str, dict[str, dict[str, Any]]]
 Meanings = dict[str, dict[str, str]]
 """Fingerprint by name, by the manifest's field that describes the name."""
 
-Location = str | list[str]
-"""A place, or several of them, as a scan names them."""
+Location = str | list[str]  # a place, or several of them, as a scan names them
 
 LAYOUT: Final = 5
 """The layout of a run's files; a change after which other code would misread them has the next."""
@@ -39,8 +36,7 @@ class Manifest(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True)
-    layout: Literal[5]
-    """The layout of the run's files, `LAYOUT`."""
+    layout: Literal[5]  # the layout of the run's files, `LAYOUT`
     run_id: str
     created: str
     identity: dict[str, Any]
@@ -59,8 +55,7 @@ class Manifest(BaseModel):
     inputs: dict[str, dict[str, Any]] = {}
     interventions: dict[str, dict[str, Any]] = {}
     model: dict[str, Any]
-    code: str
-    """Fingerprint of the code that began the run."""
+    code: str  # fingerprint of the code that began the run
     other_codes: dict[str, Meanings] = {}
     """Other code that continued the run: by its fingerprint, what every name means in it."""
     versions: dict[str, str]

@@ -1,7 +1,5 @@
 """Parquet files in memory, on disks and in stores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,10 +67,7 @@ def _leaves_without_floats(path: str, data_type: pa.DataType) -> Iterator[str]:
 
 
 def read_content(file: OpenFile, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of an open file; raises OSError if a page does not fit its checksum.
-
-    Columns that the file does not have are left out.
-    """
+    """The rows of an open file, in the columns that it has; raises OSError for a wrong checksum."""
     content = pq.ParquetFile(file, page_checksum_verification=True)
     # Callers read many files at once, each in a thread of their own.
     return content.read(columns=columns, use_threads=False)

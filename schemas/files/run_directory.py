@@ -179,10 +179,7 @@ def shard_file_name(shard: int, digest: str) -> str:
 
 
 def holds_whole_shard(manifest: Manifest, commit_log: pa.Table) -> np.ndarray:
-    """A mask of a commit log: whether each commit holds all sequences of its shard.
-
-    The last shard of a run may be short. It no longer covers its sequences once the run has grown.
-    """
+    """Which commits hold their whole shard: a short last one does not once a run has grown."""
     shards = commit_log["shard"].to_numpy()
     in_run = (shards >= 0) & (shards < manifest.shards)
     return in_run & (commit_log["stop"].to_numpy() == manifest.stops(shards))

@@ -4,8 +4,6 @@ A table is an object. `schemas.scans.kinds.TABLES` lists all of them. Each kind 
 one.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -66,14 +64,10 @@ class Table:
     """A table. The folder of its files and the view in SQL have its name."""
 
     name: str
-    grain: tuple[str, ...]
-    """What one row is about, besides its run and its intervention."""
-    content: str
-    """What a row holds, in a few words."""
-    keys: tuple[Column, ...]
-    """Columns that are never NULL, besides those of `PARTITIONS`."""
-    columns: tuple[Column, ...] = ()
-    """Other columns that every scan writes."""
+    grain: tuple[str, ...]  # what one row is about, besides its run and its intervention
+    content: str  # what a row holds, in a few words
+    keys: tuple[Column, ...]  # columns that are never NULL, besides those of `PARTITIONS`
+    columns: tuple[Column, ...] = ()  # other columns that every scan writes
     order: tuple[str, ...]
     """Columns by which merged files are sorted, so that readers can skip row groups."""
     written: Written
@@ -227,11 +221,8 @@ INPUT_FAMILY, SHARD, SEQUENCE, LAYER, HEAD, STATISTIC = (
     """)
 )
 
-OF_SEQUENCE = (INPUT_FAMILY, SHARD, SEQUENCE)
-"""Keys of a table with a row per sequence."""
-
-OF_HEAD = (*OF_SEQUENCE, LAYER, HEAD)
-"""Keys of a table with a row per sequence, layer and head."""
+OF_SEQUENCE = (INPUT_FAMILY, SHARD, SEQUENCE)  # keys of a table with a row per sequence
+OF_HEAD = (*OF_SEQUENCE, LAYER, HEAD)  # keys of a table with a row per sequence, layer and head
 
 HEADS = Table(
     name="heads",
@@ -350,8 +341,7 @@ ROLLUPS = Table(
     row_group=4096,
 )
 
-SAMPLE_ROWS = 2_000_000
-"""Rows of `samples`, at most, of a run under one intervention."""
+SAMPLE_ROWS = 2_000_000  # rows of `samples`, at most, of a run under one intervention
 
 SAMPLES = Table(
     name="samples",

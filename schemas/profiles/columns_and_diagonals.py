@@ -3,8 +3,6 @@
 MInference computes only some columns and diagonals of a long pattern, and chooses them so.
 """
 
-from __future__ import annotations
-
 import math
 
 from headcount.schemas.formula_kinds import profile
@@ -13,16 +11,14 @@ from headcount.schemas.units import Probability
 
 MINFERENCE = "Jiang et al. 2024, MInference, arXiv 2407.02490"
 
-LAST_QUERIES = 64
-"""Queries by which MInference chooses columns and diagonals."""
+LAST_QUERIES = 64  # queries by which MInference chooses columns and diagonals
 
 CANDIDATES = ((30, 2048), (100, 1800), (500, 1500), (3000, 200))
 """Numbers of columns and diagonals among which MInference's search chooses for each head; all cost
 about the same.
 """
 
-SEARCH_LENGTH = 30_000
-"""Tokens of the sequence for which these numbers were published."""
+SEARCH_LENGTH = 30_000  # tokens of the sequence for which these numbers were published
 
 FIRST_COLUMNS, NEAREST_DIAGONALS = 30, 100
 """Columns and diagonals that MInference always computes, and counts among those that it chooses."""

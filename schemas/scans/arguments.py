@@ -1,7 +1,5 @@
 """What functions for notebooks are called with: a mistake in it is one line of an error."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Callable
 from functools import cache, wraps
@@ -16,8 +14,7 @@ from pydantic_core import PydanticCustomError
 from headcount.schemas.errors import HeadcountError, printable, unknown
 from headcount.schemas.scans.values import problem_of, shortened
 
-LONGEST_TEXT = 4_096
-"""Characters of a name or a path, of which file systems take no more."""
+LONGEST_TEXT = 4_096  # characters of a name or a path, of which file systems take no more
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,11 +1,8 @@
 """Groups of neighbouring heads, many of them in a short text."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
-LayerGroup = tuple[int, int]
-"""A layer, and a group of its heads."""
+LayerGroup = tuple[int, int]  # a layer, and a group of its heads
 
 
 def groups_text(groups: int, chosen: Collection[LayerGroup]) -> str:

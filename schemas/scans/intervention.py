@@ -4,8 +4,6 @@ A text is parsed once, when the scan is read. Only `workers.interventions` knows
 what they change and which arguments they take.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -82,5 +80,4 @@ def _parsed(given: object) -> Intervention:
     return Intervention(tuple(InterventionPart(call.name, call.arguments) for call in calls))
 
 
-NONE = parse_intervention("none")
-"""The untouched model."""
+NONE = parse_intervention("none")  # the untouched model

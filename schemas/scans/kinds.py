@@ -7,8 +7,6 @@ kind is one entry here and one file.
 # pyarrow has no types.
 # pyright: basic
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -13,15 +13,13 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from headcount.schemas.errors import ScanError
 
-NUMBER = "(0|[1-9][0-9]{0,5})"
-"""Without zeros in front, so that a head has one name."""
+NUMBER = "(0|[1-9][0-9]{0,5})"  # without zeros in front, so that a head has one name
 
 NAME = re.compile(f"L{NUMBER}H{NUMBER}")
 
 LABEL = re.compile(r"\s*[Ll](\d{1,6})[Hh](\d{1,6})\s*")
 
-ABSENT = -1
-"""Fills up the heads of a layer that has fewer measured heads than another layer."""
+ABSENT = -1  # fills up the heads of a layer that has fewer measured heads than another layer
 
 
 class ModelSize(Protocol):
@@ -97,10 +95,8 @@ class MeasuredHeads:
     `numbers` says which head of the model that is.
     """
 
-    n_heads: int
-    """Number of heads in a layer of the model, measured or not."""
-    by_layer: Mapping[int, tuple[int, ...]]
-    """The measured heads of each layer that has one."""
+    n_heads: int  # number of heads in a layer of the model, measured or not
+    by_layer: Mapping[int, tuple[int, ...]]  # the measured heads of each layer that has one
 
     @classmethod
     def every(cls, n_layers: int, n_heads: int) -> MeasuredHeads:

@@ -1,7 +1,5 @@
 """The number formats in which a forward pass multiplies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -14,10 +12,8 @@ class Precision:
     two float16 numbers.
     """
 
-    linears: str
-    """Format of products with weights."""
-    scores: str
-    """Format of the products q·k and A·v."""
+    linears: str  # format of products with weights
+    scores: str  # format of the products q·k and A·v
 
 
 PRECISIONS: dict[str, Precision] = {

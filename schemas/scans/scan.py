@@ -1,7 +1,5 @@
 """What a user asks for: one TOML file, validated into one frozen `Scan`."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -15,11 +15,8 @@ from pydantic.fields import FieldInfo
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-LARGEST_INTEGER = 2**63 - 1
-"""The largest integer of TOML, and of a column of 64 bits."""
-
-LARGEST_INT32 = 2**31 - 1
-"""The largest number of a column of 32 bits, such as `n_tokens`."""
+LARGEST_INTEGER = 2**63 - 1  # the largest integer of TOML, and of a column of 64 bits
+LARGEST_INT32 = 2**31 - 1  # the largest number of a column of 32 bits, such as `n_tokens`
 
 LARGEST_FACTOR = 1_000_000.0
 """A larger factor would take most numbers out of the range of small number formats."""
@@ -66,8 +63,7 @@ EXPECTED = {
 }
 """What was expected, in TOML's words, by pydantic's type of the problem."""
 
-Problem: TypeAlias = "ErrorDetails"
-"""A problem that pydantic found in a value."""
+Problem: TypeAlias = "ErrorDetails"  # a problem that pydantic found in a value
 
 
 def problem_of(annotation: object, value: object) -> str | None:
@@ -85,10 +81,7 @@ def problem_of(annotation: object, value: object) -> str | None:
 
 
 def by_key(error: ValidationError) -> dict[str, list[Problem]]:
-    """The problems of each dotted key.
-
-    If a value fits no member of a union, its key has a problem for each member.
-    """
+    """The problems of each dotted key; that of a union has one for each member."""
     problems_by_key: dict[str, list[Problem]] = {}
     for problem in error.errors():
         first, *rest = problem["loc"]

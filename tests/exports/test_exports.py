@@ -355,14 +355,13 @@ def test_scores_by_sequence_are_those_of_retrieval_heads_and_headkv(tmp_path: Pa
     assert lines_of("retrieval-heads", "--only-scores", "true") == [retrieval]
     masses, _ = lines_of("headkv")
     assert (masses["0-2"], masses["1-3"]) == ([0, 0, 0, 0.5], [0.75] * 4)
-    assert lines_of("headkv", "--score", "copy")[0] == retrieval
 
     # What is no more than uniform attention may be chance.
     nothing: dict[str, Cell] = {"retrieval_score": lambda row: row.head / 64}
     write_run(tmp_path / "none", "a-1", nothing, family="needle")
     farthest = r"the farthest is L0H2 by retrieval_score \(\+0\.031 ± 0\.000\)"
     with pytest.raises(QueryError, match=f"no head of run a-1 differs from .* {farthest}; expec"):
-        run("headkv", tmp_path / "none", "-o", tmp_path / "none.json", "--score", "copy")
+        run("retrieval-heads", tmp_path / "none", "-o", tmp_path / "none.json")
 
 
 def test_heads_that_find_the_passage_lead_by_more_than_chance(tmp_path: Path):

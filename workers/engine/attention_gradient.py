@@ -1,7 +1,5 @@
 """The gradient of attention by q, k and v, made a tile at a time: no matrix of T² is built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

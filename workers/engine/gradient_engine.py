@@ -8,8 +8,6 @@ The direct part needs no backward pass through layers: what the last norm hands 
 frozen, goes through each layer's output projection alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace

@@ -2,8 +2,6 @@
 only imitate it: they round the factors and multiply in float32, with the same drift and no gain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

@@ -5,8 +5,6 @@ change is replaced by one that changes nothing and records what it is given. So 
 of patching.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

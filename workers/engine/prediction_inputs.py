@@ -1,7 +1,5 @@
 """What predictions read, never holding all logits; and what the first layer makes of positions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """How the layers of a model add to the residual stream, found by looking at one pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,8 +14,7 @@ from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.bare_modules import ATTENTION, child_of
 from headcount.workers.model.model import Model
 
-LARGEST_DIFFERENCE = 1e-4
-"""Of what a layer adds to the stream, relative to it."""
+LARGEST_DIFFERENCE = 1e-4  # of what a layer adds to the stream, relative to it
 
 
 @dataclass(frozen=True)
@@ -25,10 +22,8 @@ class LayerWrites:
     """A layer that does `resid_post = resid_pre + factor · (attention + other)`."""
 
     attention: nn.Module
-    norm: nn.Module | None
-    """What the attention's output passes before it is added; None if nothing."""
-    other: nn.Module | None
-    """What puts out the rest; None if there is none."""
+    norm: nn.Module | None  # what the attention's output passes before it is added; None if nothing
+    other: nn.Module | None  # what puts out the rest; None if there is none
     factor: float
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -53,10 +48,8 @@ class StreamWrites:
     """What writes to the stream of a model, layer by layer, and the norm behind the last layer."""
 
     def __init__(self, model: Model) -> None:
-        self.layers: dict[int, LayerWrites] = {}
-        """Of the layers of which it is known."""
-        self.last_norm: nn.Module | None = None
-        """None if the model has none."""
+        self.layers: dict[int, LayerWrites] = {}  # of the layers of which it is known
+        self.last_norm: nn.Module | None = None  # None if the model has none
         self.is_known = False
         """Whether the unembedding reads the stream of the last layer, behind that norm if any."""
         seen, final = _seen_in(model)

@@ -1,7 +1,5 @@
 """Pairs of a query and a key that tokens choose: earlier copies, and what follows these."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple

@@ -6,8 +6,6 @@ comes from the draw, so sequence i depends on (seed, i, options) alone. A corpus
 nothing but options and returns a `Corpus`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ A corpus is read through its index. A synthetic family is drawn, each sequence f
 of its own. Either way the beginning-of-sequence token comes first if the scan asks for it.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from dataclasses import dataclass

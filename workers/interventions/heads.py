@@ -1,7 +1,5 @@
 """Changes of single heads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

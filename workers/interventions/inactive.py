@@ -2,8 +2,6 @@
 are is decided for each sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -15,8 +15,6 @@ that is a tuple takes all values that are left. An option named `layer` says whe
 made; without it, the change is made in every layer. `a+b` is a, then b.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,16 +39,14 @@ from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.model.model import ChangeableWeight, Model
 
 CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
-CHANGEABLE_EMBEDDINGS = ("W_pos",)
-"""Weights that are not a layer's."""
+CHANGEABLE_EMBEDDINGS = ("W_pos",)  # weights that are not a layer's
 
 
 @dataclass(frozen=True)
 class LargestValue:
     """The largest value of an option with which a change still does what it says."""
 
-    words: str
-    """The value in words, for example `n_ctx - 1`."""
+    words: str  # the value in words, for example `n_ctx - 1`
     of: Callable[[ModelInfo, int], int]
     """The value for a model and a length `n_ctx` of the sequences."""
 
@@ -196,10 +192,7 @@ class BoundIntervention:
                 raise ScanError(f"interventions: '{self.intervention}': {problem}")
 
     def check_measured(self, depth: int) -> None:
-        """Refuse changes of layers from `depth` on, which no forward pass goes through.
-
-        They would change nothing.
-        """
+        """Refuse changes of layers from `depth` on, which no pass reaches: they change nothing."""
         for part in self.parts:
             if part.layer is not None and part.layer >= depth:
                 raise ScanError(

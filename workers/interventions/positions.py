@@ -1,7 +1,5 @@
 """Changes of embeddings and of what the first MLP makes of positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

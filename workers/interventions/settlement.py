@@ -4,8 +4,6 @@ Settled once, when a replica is made or a scan is planned, so that what cannot r
 a GPU is paid for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -35,8 +33,7 @@ class Settled:
 
     bound: BoundIntervention
     engine: EngineName
-    reason: str
-    """Why the dense engine measures it; empty if the fused engine does."""
+    reason: str  # why the dense engine measures it; empty if the fused engine does
 
 
 @dataclass(frozen=True)

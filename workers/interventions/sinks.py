@@ -1,7 +1,5 @@
 """Changes of what may make a sink: query biases, keys, values, and who may look where."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any

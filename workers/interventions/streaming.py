@@ -4,8 +4,6 @@ The changes differ in which heads they name: those that stream, or those that do
 groups of them, so that all of a large model fit into one text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
@@ -24,8 +22,7 @@ from headcount.workers.model.files.model_info import ModelInfo
 
 GroupCount = Annotated[int, Field(ge=1, le=1024)]
 
-Groups = Annotated[str, Field(pattern="^x[0-9a-f]+$")]
-"""As `groups_text` writes them."""
+Groups = Annotated[str, Field(pattern="^x[0-9a-f]+$")]  # as `groups_text` writes them
 
 
 def _refused(options: Mapping[str, Any], n_ctx: int) -> str | None:

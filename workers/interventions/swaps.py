@@ -1,7 +1,5 @@
 """Keys and values of position 0 exchanged with another position's."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from headcount.schemas.scans.values import Count

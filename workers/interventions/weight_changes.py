@@ -4,8 +4,6 @@ They are made in place because both engines read the same tensors. A copy of a m
 would need its memory twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -7,8 +7,6 @@ checks them and puts them into columns. On a GPU, results travel to the host whi
 runs.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +51,7 @@ LayerValue = Any
 class Requested:
     """What a scan asks of one model: the formulas that this model has, and the heads."""
 
-    formulas: Mapping[str, Sequence[Formula]]
-    """By field of the scan that names them."""
+    formulas: Mapping[str, Sequence[Formula]]  # by field of the scan that names them
     heads: MeasuredHeads
 
     def computed(self, when: Computed) -> list[tuple[Kind, Formula]]:
@@ -117,15 +114,11 @@ class LayerFormulas:
         """How many keys the last query of a measured layer sees, of all layers."""
         self._values: dict[tuple[str, str], Tensor] = {}
         """By field of the scan and formula: `[batch layer …]`, or `[3 layer …]`."""
-        self._weights: dict[int, Mapping[str, LayerValue]] = {}
-        """By layer, for the measured heads."""
+        self._weights: dict[int, Mapping[str, LayerValue]] = {}  # by layer, for the measured heads
         self._evaluated: set[tuple[int, Formula]] = set()
 
     def evaluate(self, layer: int, activations: Activations) -> None:
-        """Evaluate what can be evaluated now and was not before.
-
-        The fused engine calls this twice in a layer: after the attention, and at its end.
-        """
+        """Evaluate what can be, and was not before: behind a layer's attention, and at its end."""
         heads = self.heads.part(layer)
         if layer not in self._weights:
             weights = attention_weights(self.model, layer, self.weight_names)
@@ -271,10 +264,8 @@ class PendingBatch:
     columns: list[Column]
     heads: MeasuredHeads
     sequences: int
-    first: int
-    """Position of the first sequence in its shard, for messages."""
-    ready: torch.cuda.Event | None
-    """When the results are on the host; None if they never left it."""
+    first: int  # position of the first sequence in its shard, for messages
+    ready: torch.cuda.Event | None  # when the results are on the host; None if they never left it
     final_stream: Tensor | None
     """The stream behind the last norm at the last token `[batch d_model]`, on the device; None if
     the pass ended before.

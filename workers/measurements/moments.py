@@ -3,8 +3,6 @@
 Every batch is reduced where it was measured, then batches are merged.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -34,8 +34,7 @@ class Measurements:
 
     tables: dict[str, Columns]
     """By table and column: float32 `[sequence …]`, or float64 `[3 …]` in a table of means."""
-    measured_heads: MeasuredHeads
-    """Which layer and head of the model each place on these axes is."""
+    measured_heads: MeasuredHeads  # which layer and head of the model each place on these axes is
 
     @property
     def heads(self) -> Columns:

@@ -5,11 +5,6 @@ Pile, and each subset has a mean, a spread and a histogram of four values. So th
 shards that are merged.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,8 +16,7 @@ from headcount.schemas.files.run_directory import pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.histogram_bins import Axis
 
-COUNTERS = 2**20
-"""Bins of histograms that are counted at once, 8 bytes each."""
+COUNTERS = 2**20  # bins of histograms that are counted at once, 8 bytes each
 
 
 class Cells(NamedTuple):
@@ -61,10 +55,7 @@ def rolled_up(heads: pa.Table, sequences: pa.Table, axes: Mapping[str, Axis]) ->
 
 
 def _cells(heads: pa.Table, sequences: pa.Table, by_subset: bool) -> Cells:
-    """The cells in the order of the table: layer, head, part, document. NULL comes last.
-
-    Without parts, a cell is a head.
-    """
+    """The cells in the table's order: layer, head, part, document, NULL last; or heads."""
     number = sequences["sequence"].to_numpy()
     parts, part = _coded(
         sequences["pile_set_name"].to_pylist() if by_subset else [None] * len(number)
@@ -157,7 +148,6 @@ def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) 
 def _histograms(
     bins: np.ndarray, cell_of_value: np.ndarray, cells: Cells
 ) -> tuple[pa.Array, pa.Array]:
-    """For each cell, the bins with a value, and how many values each has."""
     lowest = int(bins.min(initial=0))
     span = int(bins.max(initial=0)) - lowest + 1
     # Cell and bin as one number, so that one count makes the histograms of many cells. Where shards

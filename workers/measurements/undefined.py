@@ -6,8 +6,6 @@ A layer may lack what the formula is about. All make NaN. Broken weights make Na
 an error, so it is marked by infinity.
 """
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, cast
@@ -20,11 +18,7 @@ from headcount.workers.engine.dense_pattern import DensePattern
 
 
 def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
-    """A formula's value in one layer: NaN where it is undefined.
-
-    If it is not finite for any other reason, it is infinite, so that a reader can tell the two
-    apart.
-    """
+    """A formula's value in one layer: NaN where it is undefined, infinite if it is not finite."""
 
     def with_pattern(pattern: object) -> Tensor:
         # An engine makes the other activations when they are asked for.

@@ -1,7 +1,5 @@
 """The `weights` table: statistics of untouched weights, which need no input."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -20,17 +18,10 @@ from headcount.workers.measurements.results import rows_by_name
 from headcount.workers.model.circuit import effective_positions
 from headcount.workers.model.model import Model
 
-Weights = dict[str, Tensor]
-"""Weights by the names that statistics read, float64."""
-
-EARLIER_HEAD = "earlier head"
-"""The axis of statistics of pairs of heads."""
-
-LARGE = 1e6
-"""Size of the vectors that a norm is asked with: its ε is nothing beside their square."""
-
-VOCABULARY_CHUNK = 8192
-"""Tokens whose embeddings are held in float64 at a time."""
+Weights = dict[str, Tensor]  # weights by the names that statistics read, float64
+EARLIER_HEAD = "earlier head"  # the axis of statistics of pairs of heads
+LARGE = 1e6  # size of the vectors that a norm is asked with: its ε is nothing beside their square
+VOCABULARY_CHUNK = 8192  # tokens whose embeddings are held in float64 at a time
 
 
 def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
@@ -46,10 +37,7 @@ def tables_of_weights(model: Model, scan: Scan) -> dict[str, pa.Table]:
 def _weights_table(
     model: Model, kind: Kind, statistics: Sequence[Formula], heads: MeasuredHeads
 ) -> pa.Table:
-    """One row per statistic × layer × head × index, in that order.
-
-    A statistic has no rows if the model does not have a weight that it reads.
-    """
+    """One row per statistic × layer × head × index; none if the model lacks a weight."""
     schema = schema_of_rows(kind, statistics)
     existing = [statistic for statistic in statistics if statistic.exists(model.rotary)]
     rows: dict[str, list[pa.Table]] = {statistic.name: [] for statistic in existing}

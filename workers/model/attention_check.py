@@ -1,7 +1,5 @@
 """What each layer's attention is, and what TransformerLens shows of it: settled by short runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext, suppress

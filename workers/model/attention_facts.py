@@ -5,8 +5,6 @@ Engines ask here, for single answers and for whole matrices, and so does the che
 sweeps over tiles and on a GPU say it once more, in base 2 and a tile at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -6,8 +6,6 @@ do not look it up are taken over one by one (`attention_modules`). All of them t
 function that `attending` has set.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Those of transformers are older than the attention interface, and one is Transfo
 is told apart by the name of its class, and what it computes between its projections is replaced.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

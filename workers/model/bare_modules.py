@@ -1,7 +1,5 @@
 """The parts of a Hugging Face model that TransformerLens does not name: found by what they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

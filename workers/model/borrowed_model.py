@@ -5,8 +5,6 @@ shares the tensors: it costs no memory, and it sees every step of an optimizer. 
 `TransformerBridge` is run as it is, because it shows activations without being changed.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterable, Iterator

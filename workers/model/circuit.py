@@ -1,7 +1,5 @@
 """What a model's weights say of positions, without any input."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

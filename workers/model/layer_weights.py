@@ -1,7 +1,5 @@
 """The weights of the attention layers that a statistic may read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The fingerprint of the code that measures, by which machines tell whether they run the same."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -20,10 +18,8 @@ from headcount.schemas.packages import MEASURING, PACKAGE
 class Code(NamedTuple):
     """The Python files of `schemas` and `workers`, as they were read."""
 
-    fingerprint: str
-    """Comments, docstrings and layout do not count."""
-    content: str
-    """A digest of all bytes."""
+    fingerprint: str  # comments, docstrings and layout do not count
+    content: str  # a digest of all bytes
 
 
 _known_fingerprints: dict[str, str] = {}
@@ -31,10 +27,7 @@ _known_fingerprints: dict[str, str] = {}
 
 
 def code_fingerprint(root: Path = PACKAGE) -> str:
-    """A fingerprint of every Python file of `schemas` and `workers`.
-
-    Comments, docstrings and layout do not count.
-    """
+    """A fingerprint of the Python files of `schemas` and `workers`, without prose and layout."""
     return read_code(root).fingerprint
 
 

@@ -1,7 +1,5 @@
 """What a shard is measured with besides our code: the device and the libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 from functools import cache

@@ -4,8 +4,6 @@ A formula alone does not say what its column holds. For example, `loss` is the m
 so a change in the code that makes `token_loss` changes the values of `loss`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

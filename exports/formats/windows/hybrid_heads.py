@@ -1,7 +1,5 @@
 """The format `hybrid-heads`: KV heads that can get a sliding window."""
 
-from __future__ import annotations
-
 import math
 
 from headcount.exports.formats.windows.swa_layers import needs_of_windows

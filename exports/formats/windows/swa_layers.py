@@ -1,7 +1,5 @@
 """The format `swa-layers`: layers that can get a sliding window."""
 
-from __future__ import annotations
-
 from headcount.exports.confirmation import layer_types_problem
 from headcount.exports.formats.windows.window_choice import choose_windows
 from headcount.exports.registry import Exported, Needs, export_format

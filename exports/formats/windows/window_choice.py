@@ -8,8 +8,6 @@ Half of the documents rank and choose. The numbers in a file are of the others: 
 because it looks good in some documents looks better there than it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,17 +27,13 @@ from headcount.schemas.scans.scan import LONGEST_INTERVENTION
 class WindowChoice:
     """Groups of heads that get a window, and what that costs in nats per token."""
 
-    chosen: list[LayerGroup]
-    """In order."""
-    groups: int
-    """Groups in a layer."""
+    chosen: list[LayerGroup]  # in order
+    groups: int  # groups in a layer
     measured: dict[LayerGroup, dict[str, object]]
     """What each measured group costs by itself, in order."""
-    joint: dict[str, object]
-    """What all chosen groups cost together, and the sum of what each costs."""
+    joint: dict[str, object]  # what all chosen groups cost together, and the sum of what each costs
     stability: Stability
-    run_ids: list[str]
-    """The runs that measured it."""
+    run_ids: list[str]  # the runs that measured it
 
     @property
     def facts(self) -> dict[str, object]:

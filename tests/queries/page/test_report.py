@@ -557,7 +557,7 @@ def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table
     commit = local(run.commit_file(0))
     committed, other = (digest_of(data) for data in (content, file.read_bytes()))
     commit.write_text(commit.read_text().replace(committed, other))
-    with one_line(QueryError, r"^report, [\w ]+: .*Invalid data"):
+    with one_line(QueryError, "Invalid data"):
         write_report(open_runs(tmp_path), tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 

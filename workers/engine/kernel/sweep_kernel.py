@@ -6,8 +6,6 @@ queries of one head and goes over their keys as flash attention does: a tile of 
 registers and is never written to memory. Keys behind the window of all its queries are left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -112,10 +112,7 @@ def _check_columns(fields: list[str]) -> None:
 def _conditions(
     where: Mapping[str, AllowedValues | dict[str, AllowedValues]], prefix: str = ""
 ) -> Iterator[tuple[str, tuple[Value, ...]]]:
-    """Dotted names of fields, each with its allowed values.
-
-    TOML makes a table of `where.meta.lang`, which is flattened here.
-    """
+    """Allowed values by dotted name: TOML makes a table of `where.meta.lang`."""
     for name, condition in where.items():
         if isinstance(condition, dict):
             yield from _conditions(condition, f"{prefix}{name}.")
@@ -185,10 +182,7 @@ class Corpus:
 
     @property
     def reading(self) -> Reading:
-        """What the token store keeps of each document.
-
-        All scans that need the same fields read one store, whichever documents they take.
-        """
+        """What the token store keeps of each document, whichever a scan takes."""
         tested_fields = {name for name, _ in self.choice.where if name != PART}
         fields = tested_fields | set(self.choice.columns)
         return Reading(self.choice.text_field, tuple(sorted(fields)), self.before)

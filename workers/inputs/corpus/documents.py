@@ -5,8 +5,6 @@ A file is read as records, in order. A record is a document as its file holds it
 of bytes. It is made into a `Document` apart: parsing a record costs more than reading it.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io
@@ -200,10 +198,7 @@ def refusing_unreadable(source: Source) -> Iterator[None]:
 
 @contextmanager
 def open_content(path: str, start: int = 0) -> Iterator[io.BufferedReader]:
-    """The content of a file from a byte on, decompressed if the file's name says so.
-
-    A compressed file is read from its beginning. Memory does not depend on the file's size.
-    """
+    """A file's content from a byte on, as a stream; a compressed one is read from its beginning."""
     with open_whole(place(path)) as file:
         # A file in a store is Arrow's, which cannot peek or iterate over lines.
         stored = io.BufferedReader(file, STORE_BUFFER) if isinstance(file, pa.NativeFile) else file

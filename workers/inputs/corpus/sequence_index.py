@@ -5,9 +5,6 @@ small index. It says where to look; the documents of a portion, a block, are rea
 it is. The portions of a shuffled corpus are one block together.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import copy
@@ -466,11 +463,7 @@ class DocumentBlock:
 
     @cached_property
     def joined_ends(self) -> np.ndarray:
-        """Where each document ends in the joined text.
-
-        Every document that has tokens is followed by one separator; one without tokens ends where
-        it begins.
-        """
+        """Where documents end in the joined text; each with tokens is followed by one separator."""
         return np.cumsum(np.where(self.n_tokens > 0, self.n_tokens.astype(np.int64) + 1, 0))
 
     @property

@@ -2,8 +2,6 @@
 statistics from.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 from importlib.metadata import distribution

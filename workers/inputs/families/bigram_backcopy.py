@@ -2,8 +2,6 @@
 al. 2024).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Corpus families: text in files, or in a data set on the Hub."""
 
-from __future__ import annotations
-
 import glob
 import os
 from pathlib import Path

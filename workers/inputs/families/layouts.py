@@ -9,8 +9,6 @@ By default all tokens of a sequence differ, so that a label means one token. The
 replacement from large vocabularies, which is `distinct = false`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -2,8 +2,6 @@
 for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, NamedTuple

@@ -1,7 +1,5 @@
 """Sentences of a template with names: indirect object identification (Wang et al. 2022)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import compress
@@ -112,7 +110,6 @@ def _fitting(
 
 
 def _filled(template: str, names: Iterable[str]) -> str:
-    """A template with its three names."""
     for place, name in zip(PLACES, names, strict=True):
         template = template.replace(place, name)
     return template

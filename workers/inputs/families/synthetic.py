@@ -1,7 +1,5 @@
 """Random tokens: drawn uniformly, repeated, corrupted, or drawn as often as they occur in text."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from headcount.schemas.errors import ScanError

@@ -4,8 +4,6 @@ A corpus is cut into such extents from the sizes of its files alone. Each is pre
 portion, as `preparation` says.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ preparation that is killed loses the portions in hand. The next one reads past w
 without parsing it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,10 +44,7 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 def use_cores(cores: int) -> None:
-    """Have tokenizers use so many cores, in a process that has not tokenised before.
-
-    Otherwise it starts a thread for every core of the machine.
-    """
+    """Have tokenizers use so many cores, not all, in a process that has not tokenised before."""
     os.environ[PARALLELISM] = "false" if cores == 1 else "true"
     os.environ["RAYON_NUM_THREADS"] = str(cores)
 

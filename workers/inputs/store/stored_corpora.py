@@ -1,10 +1,5 @@
 """What lies in the token stores of a folder, for the commands that list, show and remove them."""
 
-# pyarrow has no types.
-# pyright: basic
-
-from __future__ import annotations
-
 import re
 import shutil
 from collections import defaultdict

@@ -10,9 +10,6 @@ All documents of the files are kept, also those that a scan does not take. So ev
 the same files and fields with the same tokenizer finds its tokens here.
 """
 
-# pyarrow has no types.
-# pyright: basic
-
 from __future__ import annotations
 
 import hashlib
