@@ -203,13 +203,18 @@ class Model:
     def effective_positions(self, n_ctx: int | None = None) -> Tensor | None:
         """`EPE [pos d_model]` of the weights as they are now; None if it is not known."""
         positions = self.positions
-        if positions is None or self.hides("mlp_out"):
+        if positions is None or not self.knows_first_mlp:
             return None
-        return effective_positions(positions[:n_ctx], self.modules("mlp_out"))
+        return effective_positions(positions[:n_ctx], self.modules("first_mlp"))
+
+    @property
+    def knows_first_mlp(self) -> bool:
+        """Whether its first MLP can be asked by itself, or it has none."""
+        return bool(self.modules("first_mlp")) or not self.has("mlp_out")
 
     def first_mlp_out(self, tokens: Tensor) -> Tensor | None:
         """What the first MLP adds at position 0: `[batch d_model]`; None if not known."""
-        if not self.modules("mlp_out") or not self.has_bridge:
+        if not self.modules("first_mlp") or not self.has_bridge:
             return None
         outputs: list[Tensor] = []
 
@@ -231,8 +236,8 @@ class Model:
         problem = "no position embeddings are added in this model; choose another intervention"
         if positions is not None:
             problem = (
-                "its first MLP is no module of its own, or folded, so its effective positions are "
-                "not known; choose another intervention, or weight_processing = 'raw'"
+                "its first MLP is folded, or no module of a known name, so its effective positions "
+                "are not known; choose another intervention, or weight_processing = 'raw'"
             )
         raise ModelError(f"{self.info.name}: {problem}")
 
@@ -493,8 +498,9 @@ class Model:
         """The bare modules whose output is an activation: one for each layer, or one in all.
 
         The activation is `embed`, `pos_embed`, `normed` for what the attention reads, `attn_out`,
-        `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits. The
-        list is empty if the model hides or lacks it.
+        `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits.
+        `first_mlp` is one that computes the first MLP, though the layer may run its parts. The list
+        is empty if the model hides or lacks it.
         """
         known = self._known.get(activation)
         return self.boot_bridge().modules[activation] if known is None else known

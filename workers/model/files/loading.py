@@ -25,7 +25,7 @@ from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_layers import take_over_attention
 from headcount.workers.model.attention_modules import take_over_modules
-from headcount.workers.model.bare_modules import find_blocks, find_modules
+from headcount.workers.model.bare_modules import find_blocks, find_modules, first_mlp
 from headcount.workers.model.files.model_info import (
     LEGACY_PLAIN,
     SHAPE,
@@ -81,7 +81,7 @@ def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
     unembedding = nn.Linear(d_model, d_vocab, device="meta")
     unembedding.weight = nn.Parameter(bridge.W_U.T, requires_grad=False)  # [d_vocab d_model]
     unembedding.bias = nn.Parameter(bridge.b_U, requires_grad=False)
-    known = loaded.known | {"unembed": [unembedding], "mlp_out": []}
+    known = loaded.known | {"unembed": [unembedding], "mlp_out": [], "first_mlp": []}
     return loaded._replace(known=known, boot=lambda: booted, has_booted=True)
 
 
@@ -276,4 +276,5 @@ def _modules_by_activation(
         modules[activation] = [
             getattr(block, attribute) for block in blocks if attribute and hasattr(block, attribute)
         ]
+    modules["first_mlp"] = modules["mlp_out"][:1] or first_mlp(blocks[0])
     return modules
