@@ -144,7 +144,9 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
             info.path,
             dtype=dtype,
             attn_implementation="eager",
-            use_safetensors=True,
+            use_safetensors=weight_files(Path(info.path), info.layout)[0].suffix != ".bin",
+            # A .bin file is a pickle. Code in it is refused and not run.
+            weights_only=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
