@@ -277,7 +277,7 @@ def change_config(path: Path, **changes: Any) -> None:
 
 
 def pickle_weights(path: Path, more: Mapping[str, Any] | None = None) -> None:
-    """Write a model's weights as older versions of transformers did, in the place of safetensors."""
+    """Replace a model's weights by a file as older versions of transformers wrote it."""
     from safetensors.torch import load_file
 
     tensors = load_file(path / "model.safetensors")

@@ -51,6 +51,7 @@ def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.M
     return {
         "embed": [model.get_input_embeddings()],
         "pos_embed": [],
+        "rotary_positions": rotary_modules(model),
         "normed": [],
         "attn_out": child_of_each(blocks, ATTENTION),
         "mlp_out": child_of_each(blocks, MLP),
@@ -68,6 +69,16 @@ def first_mlp(block: nn.Module) -> list[nn.Module]:
     parts = [part for name in MLP_OF_LAYER if (part := child_of(block, [name])) is not None]
     # It shares the parts, and the layer goes on running them itself.
     return [nn.Sequential(*parts)] if len(parts) == len(MLP_OF_LAYER) else []
+
+
+def rotary_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that make the angles by which queries and keys are rotated."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if "rotary" in name.rpartition(".")[2] and not is_inside:
+            found[name] = module
+    return list(found.values())
 
 
 def child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:

@@ -192,7 +192,7 @@ class Model:
         if any(facts.rotation for facts in self._attention.facts.values()):
             return True
         names = {name.rpartition(".")[2] for name, _ in self.bare.named_modules()}
-        return names.isdisjoint(POSITIONS) and any("rotary" in name for name in names)
+        return names.isdisjoint(POSITIONS) and self.has("rotary_positions")
 
     @property
     def positions(self) -> Tensor | None:
@@ -283,8 +283,10 @@ class Model:
         # In a rotary model a layer may rotate nothing. If none is seen to rotate, nobody noted it.
         return not self.rotary or any(self._rotation(other) for other in self._attention.facts)
 
-    def rotated(self, layer: int, vectors: Tensor) -> Tensor:
-        """Queries or keys `[batch pos head d_head]` as a layer rotates them, if it is known."""
+    def rotated(self, layer: int, vectors: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Queries or keys `[batch pos head d_head]` as a layer rotates them, if it is known; by
+        `positions [pos]`, if a change gives the tokens others than their own.
+        """
         rotation = self._rotation(layer)
         is_known = rotation is not None and rotation.rotate is not None
         if not is_known or self.attention_problem is not None:
@@ -307,7 +309,8 @@ class Model:
             self._rotations[n_ctx] = {
                 layer: rotation for layer, rotation in noted if rotation is not None
             }
-        return self._rotations[n_ctx][layer].apply(vectors)
+        rotation = self._rotations[n_ctx][layer]
+        return (rotation if positions is None else rotation.at(positions)).apply(vectors)
 
     def _rotation(self, layer: int) -> Rotation | None:
         facts = self.facts(layer)
@@ -474,6 +477,8 @@ class Model:
         """Whether the model has an activation, such as positions that are no rotations."""
         if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
             return False  # There are several, and which of them a change means is not settled.
+        if activation == "rotary_positions":
+            return bool(self.modules(activation))
         if activation not in MODULE_OUTPUTS:
             return True
         if self._optional_bridge is None:
@@ -499,8 +504,8 @@ class Model:
 
         The activation is `embed`, `pos_embed`, `normed` for what the attention reads, `attn_out`,
         `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits.
-        `first_mlp` is one that computes the first MLP, though the layer may run its parts. The list
-        is empty if the model hides or lacks it.
+        `rotary_positions` makes the angles of rotations, and `first_mlp` computes the first MLP,
+        though the layer may run its parts. The list is empty if the model hides or lacks it.
         """
         known = self._known.get(activation)
         return self.boot_bridge().modules[activation] if known is None else known
@@ -529,6 +534,17 @@ class Model:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*edit is discarded")
             self._bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=list(hooks))
+
+    @property
+    def rotary_hooks(self) -> list[str]:
+        """The hooks at which TransformerLens shows the angles of rotations, `[… pos angle]`."""
+        names = () if self._optional_bridge is None else self._optional_bridge.hook_dict
+        # Each layer shows the same angles again.
+        return [
+            name
+            for name in names
+            if name.endswith((".hook_cos", ".hook_sin")) and not name.startswith("blocks.")
+        ]
 
     def has_hook(self, name: str) -> bool:
         """Whether TransformerLens has a hook of that name; a layer may not show its rotations."""

@@ -21,7 +21,7 @@ class KnownModels:
         self._loaded: OrderedDict[tuple[object, ...], Model] = OrderedDict()
 
     def describe(self, model: str, revision: str | None = None) -> ModelInfo:
-        """What a model is: a Hub id, of which there may be revisions, a directory or bundled:NAME."""
+        """What a model is: a Hub id, at a revision if one is given, a directory or bundled:NAME."""
         key = model, revision
         if key not in self._descriptions:
             self._descriptions[key] = describe(find_model(model, revision))
