@@ -26,7 +26,7 @@ from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.scans.scan import Scan, override_fields, parse_scan
 from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.model_info import find_model
+from headcount.workers.model.files.model_info import ModelInfo, find_model
 
 REPLICATION_FIELDS = ("bundled", "checkpoints", "sizes")
 """What a replication says of a scan beside the fields of a scan."""
@@ -56,7 +56,7 @@ def plan_replication(
     the file of the authors' text. `models` describes each model once for several replications.
     """
     models = models or KnownModels()
-    info = models.describe(model)
+    info = describe_model(model, overrides, models)
     scans: dict[str, ResolvedScan] = {}
     for scan_name, entry in replication.scan.items():
         # Some scans are only for models with enough positions, or with a query bias.
@@ -68,9 +68,7 @@ def plan_replication(
         for run_name, checkpoint in checkpoints.items():
             places = {"model": checkpoint, "out": out}
             scan = parse_scan(override_fields(fields | places, own_overrides))
-            # An override may name another model, or a revision of it.
-            is_known = scan.model == checkpoint and scan.revision is None
-            scans[run_name] = resolve(scan, models.describe(checkpoint) if is_known else None)
+            scans[run_name] = resolve(scan, models.describe(scan.model, scan.revision))
 
     # The name of the directory needs all resolved scans, and every plan needs the directory.
     # `out` is no part of what a scan measures.
@@ -88,6 +86,15 @@ def plan_replication(
         run = RunDirectory.of(directory, scan.run_id(name))
         plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
     return plans
+
+
+def describe_model(model: str, overrides: Iterable[str], models: KnownModels) -> ModelInfo:
+    """The model of a replication, or the one that overrides of all scans name: its revision has
+    the sizes that decide what is compared.
+    """
+    names = ("model", "revision")
+    of_model = [each for each in overrides if each.partition("=")[0].strip() in names]
+    return models.describe(**override_fields({"model": model}, of_model))
 
 
 def measure_runs(

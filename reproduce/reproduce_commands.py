@@ -129,7 +129,7 @@ def reproduce(
     # These import torch, which takes seconds: a mistake above is answered without it.
     from headcount.jobs.resources import Resources
     from headcount.jobs.run.progress import WholeProgress
-    from headcount.reproduce.replication_runs import check_overrides, measure_runs
+    from headcount.reproduce.replication_runs import check_overrides, describe_model, measure_runs
     from headcount.reproduce.reproduction import Attempt
     from headcount.workers.model.files.known_models import KnownModels
     from headcount.workers.process import prepare_process
@@ -142,7 +142,7 @@ def reproduce(
     models = KnownModels()
     if model is not None:
         # A model that is not there is one mistake, and not a reason to skip every replication.
-        models.describe(model)
+        describe_model(model, overrides or [], models)
     # What cannot be measured is said before anything is.
     attempts: list[Attempt] = []
     for name, replication in selection.items():

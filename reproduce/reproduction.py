@@ -15,11 +15,16 @@ from headcount.queries.commands.query import tell_user, warn_of_damage
 from headcount.reproduce.published_texts import how_to_get
 from headcount.reproduce.replication import Replication
 from headcount.reproduce.replication_figures import write_page
-from headcount.reproduce.replication_runs import open_replication_runs, plan_replication
+from headcount.reproduce.replication_runs import (
+    describe_model,
+    open_replication_runs,
+    plan_replication,
+)
 from headcount.reproduce.verdicts import Result, has_sizes, judge, warning
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.files.places import place, reason
 from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_info import ModelInfo
 
 
 @dataclass
@@ -65,7 +70,8 @@ class Attempt:
         `only_fitting` skips one that was published for models of other sizes.
         """
         try:
-            misfit = self._misfit(models) if only_fitting else ""
+            info = describe_model(self.model, overrides, models)
+            misfit = self._misfit(info) if only_fitting else ""
             if misfit:
                 self.skip(misfit, console)
                 return
@@ -81,9 +87,9 @@ class Attempt:
         except Exception as error:
             self.skip(error, console)
 
-    def _misfit(self, models: KnownModels) -> str:
+    def _misfit(self, info: ModelInfo) -> str:
         """Why it was not published for such a model; empty if it was."""
-        replication, info = self.replication, models.describe(self.model)
+        replication = self.replication
         claimed_of = {name for claim in replication.claim for name in claim.models}
         if self.model == replication.bundled_model or self.model in claimed_of:
             return ""

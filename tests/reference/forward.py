@@ -206,8 +206,9 @@ class _ForwardPass:
         k = weights.shared(self.changed("k", number, k))
         v = weights.shared(self.changed("v", number, v))
         self.known |= {"q": q, "k": k, "v": v}
-        q_rotated = rotated(q, weights.rotated, weights.rotary_base)
-        k_rotated = rotated(k, weights.rotated, weights.rotary_base)
+        positions = self.changed("rotary_positions", EMBEDDINGS, np.arange(len(x)))
+        q_rotated = rotated(q, weights.rotated, weights.rotary_base, positions)
+        k_rotated = rotated(k, weights.rotated, weights.rotary_base, positions)
         k_rotated = self.changed("k_rotated", number, k_rotated)
         scores, pattern = self.pattern(number, q_rotated, k_rotated)
         self.known |= {"q_rotated": q_rotated, "k_rotated": k_rotated, "pattern": pattern}
@@ -254,12 +255,12 @@ def projected(x: Array, W: Array, b: Array | None) -> Array:
     return product if b is None else product + b[:, None]
 
 
-def rotated(x: Array, width: int, base: float) -> Array:
+def rotated(x: Array, width: int, base: float, positions: Array) -> Array:
     """Turn coordinates i and i + width/2 of position p by the angle p / base^(2i/width)."""
     half = width // 2
     turned = x.copy()
     for i in range(half):
-        angles = np.arange(x.shape[1]) / base ** (2 * i / width)
+        angles = positions / base ** (2 * i / width)
         cosine, sine = np.cos(angles), np.sin(angles)
         turned[..., i] = x[..., i] * cosine - x[..., i + half] * sine
         turned[..., i + half] = x[..., i + half] * cosine + x[..., i] * sine

@@ -102,6 +102,8 @@ def activation_change(name: str, weights: Weights, options: list[Any]) -> Activa
     function, target = ACTIVATION_CHANGES[name], TARGETS[name]
     if target == "pos_embed" and weights.W_pos is None:
         raise NotApplicable("no positions are embedded")
+    if target == "rotary_positions" and not weights.rotary:
+        raise NotApplicable("nothing is rotated")
     if target == "mlp_out" and weights.layers[0].mlp is None:
         raise NotApplicable("no MLP")
     call = inspect.signature(function).bind(None, None, weights, *options)
@@ -242,6 +244,11 @@ WEIGHT_CHANGES |= {name: of_positions(change) for name, change in CHANGES_OF_POS
 
 CHANGES: dict[str, dict[str, Callable[..., Array]]] = {
     "pos_embed": {"zero_positions": lambda value, place, weights: value * 0},
+    "rotary_positions": {
+        "first_rotation_second": lambda value, place, weights: put(value, 0, 1),
+        "swap_first_rotations": lambda value, place, weights: put(value, [0, 1], [1, 0]),
+        "zero_rotations": lambda value, place, weights: value * 0,
+    },
     "embed": {
         "zero_tokens": lambda value, place, weights: value * 0,
         "zero_first_token": lambda value, place, weights: put(value, 0),

@@ -87,8 +87,6 @@ class Weights:
     norm_of_embeddings: Norm | None = None
     final_soft_cap: float | None = None
     """A logit x becomes cap tanh(x/cap)."""
-    mlp_is_a_module: bool = True
-    """Whether the product can ask the first MLP alone: only then are effective positions known."""
     n_heads: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +107,7 @@ class Weights:
 
     def effective_positions(self) -> Array | None:
         """EPE[j] = W_pos[j] + MLP_0(W_pos[j]), without the norm; W_pos[j] where there is no MLP."""
-        if self.W_pos is None or not self.mlp_is_a_module:
+        if self.W_pos is None:
             return None
         mlp = self.layers[0].mlp
         return self.W_pos if mlp is None else self.W_pos + mlp(self.W_pos)
@@ -504,7 +502,7 @@ def read_opt(name: str, config: Config, tensors: Tensors) -> Weights:
     W_E = tensors["model.decoder.embed_tokens.weight"]
     W_pos = tensors["model.decoder.embed_positions.weight"][2:]
     W_U, final = tensors.get("lm_head.weight", W_E).T, last.norm("final_layer_norm")
-    return Weights(name, W_E, W_pos, layers, final, W_U, mlp_is_a_module=False)
+    return Weights(name, W_E, W_pos, layers, final, W_U)
 
 
 def read_bloom(name: str, config: Config, tensors: Tensors) -> Weights:

@@ -20,6 +20,7 @@ from headcount.schemas.errors import RunError, ScanError
 from headcount.workers.model.files import known_models
 from headcount.workers.model.files.known_models import KnownModels
 from tests.toys import toy_models as toy
+from tests.toys.hub_server import MODEL, hub
 from tests.toys.toy_replications import replication_text
 
 SCANS = """
@@ -138,6 +139,24 @@ def test_a_model_is_read_once_and_an_override_of_one_scan_leaves_others_alone(
     manifests = [json.loads(file.read_text()) for file in Path("runs").rglob("manifest.json")]
     sequences = {each["run_id"].rpartition("-")[0]: each["sequences"] for each in manifests}
     assert sequences == {"random": 2, "longer": 2, "own": 3}
+
+
+def test_the_sizes_are_those_of_the_revision_that_is_asked_for(
+    folder: Path, gpt2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The weights on the branch main have no name that anything reads.
+    main = toy.copy_of(Path(gpt2), tmp_path / "hub" / "main")
+    (main / "model.safetensors").rename(main / "flax_model.msgpack")
+    toy.save_model(tmp_path / "hub" / "older", toy.gpt2(n_layer=2))
+    for layers in (2, 3):
+        (folder / f"of-{layers}.toml").write_text(replication_file(layers))
+    with hub(tmp_path / "hub", tmp_path / "cache", monkeypatch):
+        exit_code, output, _ = reproduce("--all", "--model", MODEL)
+        assert (exit_code, "expected weights as *.safetensors or" in output) == (1, True)
+        words = ("--all", "--model", MODEL, "--set", 'revision="older"')
+        exit_code, output, results = reproduce(*words)
+    assert exit_code == 0, output
+    assert verdicts(results) == {"of-2": "pass", "of-3": "skipped"}
 
 
 def test_few_models_stay_in_memory(gpt2: str) -> None:

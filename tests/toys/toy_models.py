@@ -276,6 +276,15 @@ def change_config(path: Path, **changes: Any) -> None:
     write_config(path, json.loads((path / "config.json").read_text(encoding="utf-8")) | changes)
 
 
+def pickle_weights(path: Path, more: Mapping[str, Any] | None = None) -> None:
+    """Replace a model's weights by a file as older versions of transformers wrote it."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save(tensors | (more or {}), path / "pytorch_model.bin")
+
+
 def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Change the tensors of a model.safetensors."""
     from safetensors.torch import load, save_file

@@ -15,6 +15,7 @@ from headcount.schemas.errors import ScanError
 CHANGEABLE_ACTIVATIONS: dict[str, str] = {
     "embed": "token embeddings [batch pos d_model]",
     "pos_embed": "position embeddings as they are added [batch pos d_model]; batch may be 1",
+    "rotary_positions": "positions by which queries and keys are rotated [pos]",
     "resid_pre": "residual stream before the layer [batch pos d_model]",
     "q": "queries before any rotation [batch pos head d_head]",
     "k": "keys before any rotation [batch pos head d_head]",
@@ -29,7 +30,7 @@ CHANGEABLE_ACTIVATIONS: dict[str, str] = {
 }
 """Every activation that can be changed, with its TransformerLens axes, in the order of a pass."""
 
-EMBEDDINGS = ("embed", "pos_embed")  # activations before the first layer
+EMBEDDINGS = ("embed", "pos_embed", "rotary_positions")  # activations before the first layer
 PROJECTIONS = ("q", "k", "v")  # made at once: a change of one cannot read the others
 WHOLE_PATTERN = ("attn_scores", "pattern")  # exist only where a pattern is built
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.statistics import LAYER_VALUES
-from headcount.workers.engine.changes import EMBEDDINGS, WHOLE_PATTERN, Changes, hidden_keys
+from headcount.workers.engine.changes import WHOLE_PATTERN, Changes, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
 from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
 from headcount.workers.model.attention_facts import (
@@ -134,12 +134,21 @@ class _DensePass:
         self.request = request
         self.attention_layers = self.model.info.attention_layers_or_all
         self.tensors: Tensors = {}
+        self.rotary_positions: Tensor | None = None  # of each token, if a change gives others
 
     def hooks(self) -> Iterator[tuple[str, Hook]]:
         """Where this pass hooks in, and with what."""
-        for name in EMBEDDINGS:
+        for name in ("embed", "pos_embed"):
             if self.changes.touch(name):
                 yield self.model.hook_name(name), partial(self._change, name, None)
+        if self.changes.touch("rotary_positions"):
+            hooks = self.model.rotary_hooks
+            if not hooks:
+                raise ModelError(
+                    f"{self.model.info.name}: TransformerLens does not show the angles of its "
+                    "rotations, so they cannot be changed; use engine = 'fused'"
+                )
+            yield from ((name, self._turn) for name in hooks)
         for layer in range(self.model.info.n_layers):
             yield self.model.hook_name("resid_post", layer), partial(self._end_layer, layer)
             # Hooks cost time, so a layer that nobody reads or changes has only that of its end.
@@ -185,6 +194,13 @@ class _DensePass:
             name, layer, value, {**readable_values, "tokens": self.request.tokens}
         )
         return None if changed is value else changed
+
+    def _turn(self, angles: Tensor, hook: object) -> Tensor:
+        # Each token takes the angles of the position that it is given: [… pos angle].
+        own = torch.arange(angles.shape[-2], device=angles.device)
+        read = {"tokens": self.request.tokens}
+        self.rotary_positions = self.changes.apply("rotary_positions", None, own, read)
+        return angles[..., self.rotary_positions, :]
 
     def _change_and_record(
         self, name: str, layer: int, value: Tensor, hook: object
@@ -242,7 +258,8 @@ class _DensePass:
             # The bridge shows queries and keys before their rotation alone.
             tensors["unrotated_q"] = tensors["q"]
             for name in {"q", "k"} & tensors.keys():
-                tensors[name] = self.model.rotated(layer, tensors[name])
+                positions = self.rotary_positions
+                tensors[name] = self.model.rotated(layer, tensors[name], positions)
         activations: dict[str, Any] = {
             name: tensor for name, tensor in tensors.items() if name in LAYER_VALUES
         }

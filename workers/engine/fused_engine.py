@@ -124,6 +124,9 @@ class FusedPass:
                     if self.changes.touch(name, layer):
                         change_output = partial(self._change_output, name)
                         hooks.enter_context(module.register_forward_hook(change_output))
+            if self.changes.touch("rotary_positions"):
+                for module in self.model.modules("rotary_positions"):
+                    hooks.enter_context(module.register_forward_hook(self._turn))
             if self.request.on_final is not None:
                 for module in self.model.modules("unembed"):
                     end_pass = lambda _module, args: self.request.end(args[0])  # noqa: E731
@@ -227,6 +230,16 @@ class FusedPass:
         if isinstance(output, tuple):
             return (self.change(name, output[0]), *output[1:])
         return self.change(name, output)
+
+    def _turn(
+        self, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput
+    ) -> ModuleOutput:
+        """Give each token the angles of another position: cosines and sines `[… pos angle]`."""
+        angles = output if isinstance(output, tuple) else (output,)
+        positions = torch.arange(angles[0].shape[-2], device=angles[0].device)
+        positions = self.change("rotary_positions", positions)
+        turned = tuple(each[..., positions, :] for each in angles)
+        return turned if isinstance(output, tuple) else turned[0]
 
     def _show_layer(self) -> None:
         if self.layer in self.request.shown_layers:

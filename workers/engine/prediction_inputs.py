@@ -115,7 +115,7 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
     """Effective positions, and what positions change when they meet tokens."""
     model, tokens = inputs.model, inputs.tokens
     n_ctx = tokens.shape[1]
-    mlps = model.modules("mlp_out")
+    mlps = model.modules("first_mlp")
     effective = model.effective_positions(n_ctx)
     if model.positions is None or effective is None or not mlps:
         undefined = inputs.hidden.new_full((*tokens.shape, 1), math.nan)

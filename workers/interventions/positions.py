@@ -76,6 +76,30 @@ def zero_positions(pos_embed: Tensor) -> Tensor:
     return torch.zeros_like(pos_embed)
 
 
+@intervention(refuse=_one_position)
+def first_rotation_second(rotary_positions: Tensor) -> Tensor:
+    """Query and key of position 0 are rotated as those of position 1: first_position_second for
+    models that rotate (Mahmood 2026, in Qwen2.5).
+    """
+    return replaced(rotary_positions, 0, rotary_positions[1])
+
+
+@intervention(refuse=_one_position)
+def swap_first_rotations(rotary_positions: Tensor) -> Tensor:
+    """Positions 0 and 1 are rotated as each other: swap_effective_positions and swap_raw_positions
+    for models that rotate, in which nothing tells the two apart (Mahmood 2026, in Qwen2.5).
+    """
+    return replaced(rotary_positions, [0, 1], rotary_positions[[1, 0]])
+
+
+@intervention
+def zero_rotations(rotary_positions: Tensor) -> Tensor:
+    """No query or key is rotated by where it is, all as at position 0: zero_positions for models
+    that rotate (Mahmood 2026, in Qwen2.5).
+    """
+    return torch.zeros_like(rotary_positions)
+
+
 @intervention
 def zero_tokens(embed: Tensor) -> Tensor:
     """No token is embedded, only positions (Farrell 2023)."""

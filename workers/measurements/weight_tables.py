@@ -173,9 +173,9 @@ def _model_weights(model: Model, names: set[str]) -> Weights:
         return {}
     W_pos = positions.double()
     weights = {"W_pos": W_pos}
-    if "effective" in names and not model.hides("mlp_out"):
+    if "effective" in names and model.knows_first_mlp:
         # Copies, because `double` would change the model's own MLP.
-        first_mlps = [copy.deepcopy(mlp).double() for mlp in model.modules("mlp_out")[:1]]
+        first_mlps = [copy.deepcopy(mlp).double() for mlp in model.modules("first_mlp")]
         weights["effective"] = effective_positions(W_pos, first_mlps)
     if "components" in names and min(positions.shape) >= 3:
         # Coordinates [pos component] along the three largest principal components.

@@ -16,6 +16,8 @@ ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer", "tempo
 
 MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe")  # names of a layer's MLP, the same
 
+MLP_OF_LAYER = ("fc1", "activation_fn", "fc2")  # names of its parts in a layer of OPT, in order
+
 POSITIONS = ("wpe", "position_embeddings", "positions_embed", "embed_positions")
 """Names of the module that embeds positions, the same."""
 
@@ -47,12 +49,34 @@ def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.M
     return {
         "embed": [model.get_input_embeddings()],
         "pos_embed": [],
+        "rotary_positions": rotary_modules(model),
         "normed": [],
         "attn_out": child_of_each(blocks, ATTENTION),
         "mlp_out": child_of_each(blocks, MLP),
+        "first_mlp": first_mlp(blocks[0]),
         "normed_final": [],
         "unembed": [] if unembedding is None else [unembedding],
     }
+
+
+def first_mlp(block: nn.Module) -> list[nn.Module]:
+    """The MLP of a layer as one module; empty if it has none, or none of a known name."""
+    mlp = child_of(block, MLP)
+    if mlp is not None:
+        return [mlp]
+    parts = [part for name in MLP_OF_LAYER if (part := child_of(block, [name])) is not None]
+    # It shares the parts, and the layer goes on running them itself.
+    return [nn.Sequential(*parts)] if len(parts) == len(MLP_OF_LAYER) else []
+
+
+def rotary_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that make the angles by which queries and keys are rotated."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if "rotary" in name.rpartition(".")[2] and not is_inside:
+            found[name] = module
+    return list(found.values())
 
 
 def child_of_each(blocks: Sequence[nn.Module], names: Sequence[str]) -> list[nn.Module]:

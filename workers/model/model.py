@@ -192,7 +192,7 @@ class Model:
         if any(facts.rotation for facts in self._attention.facts.values()):
             return True
         names = {name.rpartition(".")[2] for name, _ in self.bare.named_modules()}
-        return names.isdisjoint(POSITIONS) and any("rotary" in name for name in names)
+        return names.isdisjoint(POSITIONS) and self.has("rotary_positions")
 
     @property
     def positions(self) -> Tensor | None:
@@ -203,13 +203,18 @@ class Model:
     def effective_positions(self, n_ctx: int | None = None) -> Tensor | None:
         """`EPE [pos d_model]` of the weights as they are now; None if it is not known."""
         positions = self.positions
-        if positions is None or self.hides("mlp_out"):
+        if positions is None or not self.knows_first_mlp:
             return None
-        return effective_positions(positions[:n_ctx], self.modules("mlp_out"))
+        return effective_positions(positions[:n_ctx], self.modules("first_mlp"))
+
+    @property
+    def knows_first_mlp(self) -> bool:
+        """Whether its first MLP can be asked by itself, or it has none."""
+        return bool(self.modules("first_mlp")) or not self.has("mlp_out")
 
     def first_mlp_out(self, tokens: Tensor) -> Tensor | None:
         """What the first MLP adds at position 0: `[batch d_model]`; None if not known."""
-        if not self.modules("mlp_out") or not self.has_bridge:
+        if not self.modules("first_mlp") or not self.has_bridge:
             return None
         outputs: list[Tensor] = []
 
@@ -231,8 +236,8 @@ class Model:
         problem = "no position embeddings are added in this model; choose another intervention"
         if positions is not None:
             problem = (
-                "its first MLP is no module of its own, or folded, so its effective positions are "
-                "not known; choose another intervention, or weight_processing = 'raw'"
+                "its first MLP is folded, or no module of a known name, so its effective positions "
+                "are not known; choose another intervention, or weight_processing = 'raw'"
             )
         raise ModelError(f"{self.info.name}: {problem}")
 
@@ -278,8 +283,10 @@ class Model:
         # In a rotary model a layer may rotate nothing. If none is seen to rotate, nobody noted it.
         return not self.rotary or any(self._rotation(other) for other in self._attention.facts)
 
-    def rotated(self, layer: int, vectors: Tensor) -> Tensor:
-        """Queries or keys `[batch pos head d_head]` as a layer rotates them, if it is known."""
+    def rotated(self, layer: int, vectors: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Queries or keys `[batch pos head d_head]` as a layer rotates them, if it is known; by
+        `positions [pos]`, if a change gives the tokens others than their own.
+        """
         rotation = self._rotation(layer)
         is_known = rotation is not None and rotation.rotate is not None
         if not is_known or self.attention_problem is not None:
@@ -302,7 +309,8 @@ class Model:
             self._rotations[n_ctx] = {
                 layer: rotation for layer, rotation in noted if rotation is not None
             }
-        return self._rotations[n_ctx][layer].apply(vectors)
+        rotation = self._rotations[n_ctx][layer]
+        return (rotation if positions is None else rotation.at(positions)).apply(vectors)
 
     def _rotation(self, layer: int) -> Rotation | None:
         facts = self.facts(layer)
@@ -469,6 +477,8 @@ class Model:
         """Whether the model has an activation, such as positions that are no rotations."""
         if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
             return False  # There are several, and which of them a change means is not settled.
+        if activation == "rotary_positions":
+            return bool(self.modules(activation))
         if activation not in MODULE_OUTPUTS:
             return True
         if self._optional_bridge is None:
@@ -493,8 +503,9 @@ class Model:
         """The bare modules whose output is an activation: one for each layer, or one in all.
 
         The activation is `embed`, `pos_embed`, `normed` for what the attention reads, `attn_out`,
-        `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits. The
-        list is empty if the model hides or lacks it.
+        `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits.
+        `rotary_positions` makes the angles of rotations, and `first_mlp` computes the first MLP,
+        though the layer may run its parts. The list is empty if the model hides or lacks it.
         """
         known = self._known.get(activation)
         return self.boot_bridge().modules[activation] if known is None else known
@@ -523,6 +534,17 @@ class Model:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*edit is discarded")
             self._bridge.run_with_hooks(tokens, return_type=None, fwd_hooks=list(hooks))
+
+    @property
+    def rotary_hooks(self) -> list[str]:
+        """The hooks at which TransformerLens shows the angles of rotations, `[… pos angle]`."""
+        names = () if self._optional_bridge is None else self._optional_bridge.hook_dict
+        # Each layer shows the same angles again.
+        return [
+            name
+            for name in names
+            if name.endswith((".hook_cos", ".hook_sin")) and not name.startswith("blocks.")
+        ]
 
     def has_hook(self, name: str) -> bool:
         """Whether TransformerLens has a hook of that name; a layer may not show its rotations."""

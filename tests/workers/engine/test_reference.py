@@ -71,7 +71,8 @@ REFUSED = {
     "neox|neox-serial|qwen2|phi|gpt-oss": f"{OF_POSITIONS}|mean_query_bias",
     "bloom": OF_POSITIONS,
     "gpt-neo": "query_bias",
-    "attn-only-2l-mini|legacy-pth": "mlp|swap_effective|swap_raw",
+    "gpt2|gpt2-mini": "rotation",
+    "attn-only-2l-mini|legacy-pth": "mlp|swap_effective|swap_raw|rotation",
 }
 """Models, and which interventions change or read what they do not have: no sample need meet them.
 """
@@ -349,10 +350,10 @@ def test_the_reference_imports_nothing_that_it_checks() -> None:
 
 
 def test_every_intervention_changes_something(shelf: Shelf) -> None:
-    weights = shelf.weights("gpt2")
     tokens, partner, labels = sequences_of(shelf.d_vocab("gpt2"), N_CTX)
 
-    def runs(intervention: str) -> list[Run]:
+    def runs(intervention: str, name: str) -> list[Run]:
+        weights = shelf.weights(name)
         of_sequences = zip(tokens.tolist(), partner.tolist(), labels, strict=True)
         return [run_changed(weights, t, intervention, p, marks) for t, p, marks in of_sequences]
 
@@ -360,9 +361,10 @@ def test_every_intervention_changes_something(shelf: Shelf) -> None:
         of_layers = [(layer.pattern, layer.z, layer.resid_post) for r in runs for layer in r.layers]
         return np.concatenate([value.ravel() for layer in of_layers for value in layer])
 
-    plain = values(runs("none"))
+    plain = {name: values(runs("none", name)) for name in ("gpt2", "llama-gqa")}
     for intervention in EVERY:
-        changed = np.abs(values(runs(intervention)) - plain).max()
+        name = "llama-gqa" if "rotation" in intervention else "gpt2"
+        changed = np.abs(values(runs(intervention, name)) - plain[name]).max()
         assert (changed > 1e-3) == (intervention != "none"), intervention
 
 
@@ -403,6 +405,8 @@ CELLS = [
         *product(ON_EVERY_INTERVENTION, ONE_EACH),
         *product(OF_ONE_THING, A_FEW),
         *product(("mistral-window-6", "bloom"), ("keep_heavy_keys(2,3)",)),
+        *product(("opt",), ("swap_effective_positions", "scale_random_keys(7,-1,4)", "zero_mlps")),
+        *product(("qwen2", "gemma2-window-6", "phi"), ("swap_first_rotations",)),
     ]
     for engine in ENGINES
 ]

@@ -124,8 +124,6 @@ llama|zero_query_bias|layer 0 has no b_Q for zero_query_bias to change
 llama|mean_query_bias|mean_query_bias: queries are rotated, and their bias with them
 legacy|zero_mlp(0)|no mlp_out for zero_mlp to change
 legacy|zero_mlps|no mlp_out for zero_mlps to change
-opt|swap_effective_positions|no module of its own, or folded, so its effective positions are not
-opt|scale_massive_keys|no module of its own, or folded, so its effective positions are not known
 gpt2|keep_window(1,0)+mask_keys|hides every key from query 1; leave each query a key
 gpt2|mask_keys(1,39)+mask_keys|hides every key from query 1; leave each query a key
 mistral|mask_keys(1,6)|hides every key from query 6; leave each query a key

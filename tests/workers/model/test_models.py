@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -32,6 +33,7 @@ from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from headcount.workers.replica import InterventionMeasurements, Replica
 from tests.toys import toy_models as toy
+from tests.toys.hub_server import MODEL, hub
 from tests.toys.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -217,6 +219,55 @@ class Payload:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.path),)
+
+
+def test_pickled_weights_are_read_where_there_are_no_others(shelf: toy.Shelf, tmp_path: Path):
+    tokens = toy.repeating_tokens(13)
+    expected = toy.measure(shelf.path("opt"), tokens)
+    path = toy.copy_of(shelf.path("opt"), tmp_path / "one", toy.pickle_weights)
+    one_file = describe(path)
+    assert [name for name, _ in one_file.files] == ["config.json", "pytorch_model.bin"]
+    assert differences(toy.measure(path, tokens), expected) == {}
+    # In two parts, with an index, as large models have them.
+    tensors = torch.load(path / "pytorch_model.bin")
+    names = sorted(tensors)
+    parts = {f"pytorch_model-0000{i + 1}-of-00002.bin": names[i::2] for i in range(2)}
+    parted = toy.copy_of(path, tmp_path / "two", lambda copy: (copy / "pytorch_model.bin").unlink())
+    for file, part in parts.items():
+        torch.save({name: tensors[name] for name in part}, parted / file)
+    places = {name: file for file, part in parts.items() for name in part}
+    index = {"metadata": {}, "weight_map": places}
+    (parted / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert [name for name, _ in describe(parted).files] == ["config.json", *parts]
+    assert differences(toy.measure(parted, tokens), expected) == {}
+    # A file beside safetensors is not what is loaded, and so no part of the model.
+    both = toy.copy_of(shelf.path("opt"), tmp_path / "both")
+    shutil.copy(path / "pytorch_model.bin", both)
+    assert describe(both).sha256 == describe(shelf.path("opt")).sha256 != one_file.sha256
+
+
+def test_pickled_weights_are_downloaded_where_there_are_no_others(
+    shelf: toy.Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pickled = toy.copy_of(shelf.path("opt"), tmp_path / "hub" / "main", toy.pickle_weights)
+    both = toy.copy_of(shelf.path("opt"), tmp_path / "hub" / "converted")
+    shutil.copy(pickled / "pytorch_model.bin", both)
+    with hub(tmp_path / "hub", tmp_path / "cache", monkeypatch):
+        for revision, weights in ("main", "pytorch_model.bin"), ("converted", "model.safetensors"):
+            for download in (True, False):
+                directory = find_model(MODEL, revision, download=download)
+                names = {path.name for path in directory.iterdir()}
+                assert names == {"config.json", "generation_config.json", weights}
+
+
+def test_code_in_a_bin_is_refused_and_not_run(shelf: toy.Shelf, tmp_path: Path):
+    file_of_payload = tmp_path / "made-by-the-payload"
+    path = toy.copy_of(shelf.path("opt"), tmp_path / "m")
+    toy.pickle_weights(path, {"code": Payload(file_of_payload)})
+    assert problem_of(path).startswith(
+        f"{path}: the weights cannot be loaded (Weights only load failed"
+    )
+    assert not file_of_payload.exists()
 
 
 def test_code_in_a_pth_is_refused_and_not_run(shelf: toy.Shelf, tmp_path: Path):

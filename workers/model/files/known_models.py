@@ -17,14 +17,15 @@ class KnownModels:
     """Models by name, described and loaded once for a command with many scans."""
 
     def __init__(self) -> None:
-        self._descriptions: dict[str, ModelInfo] = {}
+        self._descriptions: dict[tuple[str, str | None], ModelInfo] = {}
         self._loaded: OrderedDict[tuple[object, ...], Model] = OrderedDict()
 
-    def describe(self, model: str) -> ModelInfo:
-        """What a model is. It may be a Hub id, a directory or bundled:NAME."""
-        if model not in self._descriptions:
-            self._descriptions[model] = describe(find_model(model))
-        return self._descriptions[model]
+    def describe(self, model: str, revision: str | None = None) -> ModelInfo:
+        """What a model is: a Hub id, at a revision if one is given, a directory or bundled:NAME."""
+        key = model, revision
+        if key not in self._descriptions:
+            self._descriptions[key] = describe(find_model(model, revision))
+        return self._descriptions[key]
 
     def load(
         self, info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32

@@ -25,7 +25,12 @@ from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
 from headcount.workers.model.attention_layers import take_over_attention
 from headcount.workers.model.attention_modules import take_over_modules
-from headcount.workers.model.bare_modules import find_blocks, find_modules
+from headcount.workers.model.bare_modules import (
+    find_blocks,
+    find_modules,
+    first_mlp,
+    rotary_modules,
+)
 from headcount.workers.model.files.model_info import (
     LEGACY_PLAIN,
     SHAPE,
@@ -48,6 +53,9 @@ MODEL_COMPONENTS = {"normed_final": "ln_final"} | {
 }
 BLOCK_COMPONENTS = {"normed": "ln1", "attn_out": "attn", "mlp_out": "mlp"}
 """The components of TransformerLens whose output is an activation."""
+
+BARE_ALONE = ("embed", "unembed", "rotary_positions")
+"""Activations whose modules are found without TransformerLens."""
 
 
 def load_model(
@@ -81,7 +89,7 @@ def _folded(info: ModelInfo, loaded: LoadedModules) -> LoadedModules:
     unembedding = nn.Linear(d_model, d_vocab, device="meta")
     unembedding.weight = nn.Parameter(bridge.W_U.T, requires_grad=False)  # [d_vocab d_model]
     unembedding.bias = nn.Parameter(bridge.b_U, requires_grad=False)
-    known = loaded.known | {"unembed": [unembedding], "mlp_out": []}
+    known = loaded.known | {"unembed": [unembedding], "mlp_out": [], "first_mlp": []}
     return loaded._replace(known=known, boot=lambda: booted, has_booted=True)
 
 
@@ -101,7 +109,7 @@ def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtyp
     blocks = find_blocks(bare, info)
 
     found = find_modules(bare, blocks)
-    known = {activation: found[activation] for activation in ("embed", "unembed")}
+    known = {activation: found[activation] for activation in BARE_ALONE}
 
     def boot() -> BootedBridge:
         """The bridge of `model`, which is used up; it shares the tensors of `bare`."""
@@ -144,7 +152,9 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
             info.path,
             dtype=dtype,
             attn_implementation="eager",
-            use_safetensors=True,
+            use_safetensors=weight_files(Path(info.path), info.layout)[0].suffix != ".bin",
+            # A .bin file is a pickle. Code in it is refused and not run.
+            weights_only=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -276,4 +286,6 @@ def _modules_by_activation(
         modules[activation] = [
             getattr(block, attribute) for block in blocks if attribute and hasattr(block, attribute)
         ]
+    modules["rotary_positions"] = rotary_modules(bare)
+    modules["first_mlp"] = modules["mlp_out"][:1] or first_mlp(blocks[0])
     return modules

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
-"""What is downloaded of a model. Pickled weights are not, except those of legacy models."""
+"""What is downloaded of a model. If no weights are among it, `PICKLED_WEIGHTS` are, too."""
+
+PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model-*.bin")
+"""Weights in the older format of transformers: one file, or its parts. No code in them is run."""
 
 HUB_SECONDS = 10.0
 """Give up after this many seconds if the Hub does not say which files a model has."""
@@ -122,12 +125,16 @@ def find_model(spec: str, revision: str | None = None, *, download: bool = True)
         return directory
     from huggingface_hub import snapshot_download
 
+    def downloaded(patterns: list[str]) -> Path:
+        options = {"revision": revision, "local_files_only": not download}
+        return Path(snapshot_download(spec, allow_patterns=patterns, **options))
+
     try:
-        return Path(
-            snapshot_download(
-                spec, revision=revision, allow_patterns=HUB_FILES, local_files_only=not download
-            )
-        )
+        directory = downloaded(HUB_FILES)
+        # Most repositories that have pickled weights have the same as safetensors.
+        if not weight_names(os.listdir(directory)):
+            directory = downloaded([*HUB_FILES, *PICKLED_WEIGHTS])
+        return directory
     except Exception as error:
         raise ModelError(
             f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub "
@@ -210,14 +217,13 @@ def no_token(info: ModelInfo, field: str, word: str) -> str:
 
 
 def weight_files(path: Path, layout: str) -> list[Path]:
-    """The files that a model's weights are read from: safetensors, or a legacy `.pth`."""
+    """The files that a model's weights are read from: safetensors, or else pickled ones."""
     names = sorted(os.listdir(path))
     weights = weight_names(names, layout)
     if not weights:
         raise ModelError(
-            f"{path}: expected weights as *.safetensors, found "
-            f"{', '.join(names[:8]) or 'nothing'}; convert them, nothing is "
-            "unpickled"
+            f"{path}: expected weights as *.safetensors or {PICKLED_WEIGHTS[0]}, found "
+            f"{', '.join(names[:8]) or 'nothing'}"
         )
     return [path / name for name in weights]
 
@@ -226,8 +232,9 @@ def weight_names(names: Iterable[str], layout: str = "legacy") -> list[str]:
     """Those of a model's files that its weights are read from, in the order of their names."""
     # The Hub also names files of subdirectories, which nothing reads.
     names = sorted(name for name in names if "/" not in name)
-    weights = matching(names, "*.safetensors")
-    return matching(names, "*final.pth") if not weights and layout == "legacy" else weights
+    legacy = ("*final.pth",) if layout == "legacy" else ()
+    found = (matching(names, each) for each in ("*.safetensors", *legacy, *PICKLED_WEIGHTS))
+    return next(filter(None, found), [])
 
 
 def sha256_of(digests: dict[str, bytes]) -> str:
