@@ -38,6 +38,10 @@ class WriteError(RunError):
     """A disk or a store does not take a file. It probably takes no other either."""
 
 
+class SilentStoreError(WriteError):
+    """A store does not answer, however often it is asked. It probably answers nobody else."""
+
+
 class QueryError(HeadcountError):
     """A question that cannot be answered."""
 

@@ -11,12 +11,14 @@ import os
 from functools import cache
 from typing import Any
 
+from headcount.schemas.errors import SilentStoreError
 from headcount.schemas.files.places import (
     CONNECT_SECONDS,
     REQUEST_SECONDS,
     Place,
     StorePath,
     explained,
+    reason,
     region_and_endpoint,
     temporary_file,
     write_whole,
@@ -47,7 +49,12 @@ def _put_if_absent(where: StorePath, content: bytes) -> bool:
     """Write an object if there is none, by `If-None-Match`; returns whether it was written."""
     if where.url.startswith("s3://"):
         # It takes half a second to import, and only what commits to a store needs it.
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import (
+            BotoCoreError,
+            ClientError,
+            ConnectionError,
+            HTTPClientError,
+        )
 
         bucket, _, key = where.key.partition("/")
         try:
@@ -58,6 +65,12 @@ def _put_if_absent(where: StorePath, content: bytes) -> bool:
             # 409: another one writes it at this moment.
             if error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
                 return False
+        except (ConnectionError, HTTPClientError) as error:
+            # A write without the condition could replace what somebody else wrote meanwhile.
+            raise SilentStoreError(
+                f"{where}: cannot be written ({reason(error)}); bring the store or the network up, "
+                "then run the same command"
+            ) from None
         except BotoCoreError:
             pass
     # The store does not know the condition, or it refuses all. Then this says why.
@@ -73,7 +86,7 @@ def _s3_client(region: str | None, endpoint: str | None) -> Any:  # noqa: ANN401
     config = Config(
         connect_timeout=CONNECT_SECONDS,
         read_timeout=REQUEST_SECONDS,
-        # Legacy: the others have a quota. 31 s of pauses at most.
+        # Legacy: the others have a quota. Six requests, and 31 s of pauses at most.
         retries={"mode": "legacy", "max_attempts": 5},
         # Stores other than AWS do not know newer ones.
         request_checksum_calculation="when_required",

@@ -23,7 +23,7 @@ from headcount.schemas.files.commit import Commit, DataFile, Failure
 from headcount.schemas.files.commits import delete, read_commit
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, table_of
-from headcount.schemas.files.places import reason, write_whole
+from headcount.schemas.files.places import reason, store_error, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.files.tables import SEQUENCES, Table, with_partitions
 from headcount.schemas.scans.kinds import TABLES, kinds_of, table_schema
@@ -141,7 +141,7 @@ def committed_shard(run: RunDirectory, shard: int, stop: int) -> Commit | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise WriteError(
+        raise store_error(error)(
             f"{file}: cannot be looked for ({reason(error)}); mend the access or the store, then "
             "run the same command"
         ) from None

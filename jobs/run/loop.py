@@ -24,7 +24,7 @@ from headcount.jobs.run.progress import WholeProgress, show_progress
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
 from headcount.jobs.upkeep.compaction import clean
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
-from headcount.schemas.errors import RunError, counted
+from headcount.schemas.errors import RunError, SilentStoreError, counted
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.commits import (
     COMMITS_PER_SEGMENT,
@@ -283,6 +283,8 @@ def measure_in_process(
             outcome = committed_shard(plan.run, shard, int(plan.manifest.stops(shard)))
             if outcome is None:
                 outcome = run_shard(replica, plan.run, plan.sequences.shard(shard), attempt)
+        except SilentStoreError:
+            raise  # It was asked for minutes, and would be again for a note or another shard.
         except Exception as error:
             outcome = note_failure(plan.run, failure_of(shard, error), attempt)
             # After such an error every call on the device fails, so the other shards would too.

@@ -17,8 +17,9 @@ from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import LeaveNotice
 from headcount.jobs.upkeep.metrics import BAD_ROWS, PHASE_SECONDS, TOKENS_MEASURED, node_name
-from headcount.schemas.errors import RunError
+from headcount.schemas.errors import RunError, SilentStoreError
 from headcount.schemas.files.commit import Commit, Failure
+from headcount.schemas.files.places import wait_for_store
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.interventions import needs_partners
@@ -93,6 +94,8 @@ class ReplicaActor:
         self.replica = self.computing.submit(
             replica_class, local_info, scan, resources.device
         ).result()
+        # A replica that starts anew while the store stands still must not end the run.
+        wait_for_store(self.run.path)
         run_id, precision = self.run.run_id, self.replica.precision
         check_begun(begun_precisions(self.run), precision, run_id, resources.device)
         self.tags = {"run_id": run_id, "node": node_name()}
@@ -148,7 +151,11 @@ class ReplicaActor:
                 # process dies, Ray restarts the actor in a new one.
                 if is_device_failure(error):
                     os._exit(1)
-                return note_failure(self.run, failure_of(shard, error), attempt)
+                failure = failure_of(shard, error)
+                # A note would wait for minutes, too.
+                if isinstance(error, SilentStoreError):
+                    return failure
+                return note_failure(self.run, failure, attempt)
 
     def _measure(self, shard_input: ShardInput) -> MeasuredShard | None:
         # The notice may have come while the shard waited for its turn.

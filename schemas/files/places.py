@@ -28,16 +28,19 @@ from urllib.request import getproxies, proxy_bypass
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from headcount.schemas.errors import RunError, ScanError, WriteError
+from headcount.schemas.errors import RunError, ScanError, SilentStoreError, WriteError
 
 STORES = ("s3", "gs")
 ATTEMPTS = 10
 """Repetitions of a request that a store refuses for now: 26 s of pauses in all, each twice as long
-as the one before. If nothing answers at all, each attempt also waits for `REQUEST_SECONDS`.
+as the one before. If nothing answers at all, each attempt also waits for `REQUEST_SECONDS`: three
+minutes in all to read and four to write, so that a store may stand still for two.
 """
 
-REQUEST_SECONDS, CONNECT_SECONDS = 30, 10
-"""Time that a request waits for its answer, and for a connection."""
+REQUEST_SECONDS, CONNECT_SECONDS = 15, 10
+"""Time that a request waits for the next byte of its answer, and for a connection. Six seconds more
+after its last own byte: curl's speed is a mean of so many.
+"""
 
 PROBES, PAUSE_SECONDS = 6, 0.5
 """Probes before the first request to a store that does not answer, and the pause between two."""
@@ -230,6 +233,21 @@ def _require_answer(store: str, address: str) -> None:
     )
 
 
+def wait_for_store(where: Place) -> None:
+    """Wait for a store that does not answer for as long as a request does, which begins now.
+
+    Without it, the first request of a process gives up after `PROBING_SECONDS`.
+    """
+    deadline = time.monotonic() + (ATTEMPTS + 1) * REQUEST_SECONDS
+    while isinstance(where, StorePath):
+        try:
+            _ = where.filesystem
+            return
+        except RunError:
+            if time.monotonic() > deadline:
+                raise
+
+
 def write_whole(where: Place, content: bytes | pa.Buffer) -> None:
     """Make a file visible with all of its content or not at all; raises `WriteError` on failure."""
     with explained(where):
@@ -270,9 +288,11 @@ def explained(where: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        on_disk = isinstance(where, Path)
-        advice = "free space or choose another place" if on_disk else "mend the access or the store"
-        raise WriteError(
+        if isinstance(where, Path):
+            kind, advice = WriteError, "free space or choose another place"
+        else:
+            kind, advice = store_error(error), "mend the access or the store"
+        raise kind(
             f"{where}: cannot be written ({reason(error)}); {advice}, then run the same command"
         ) from None
 
@@ -400,7 +420,18 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
     ]
 
 
+SILENCE = re.compile(r"AWS Error NETWORK_CONNECTION during \w+ operation: ([^;]*).*")
+"""What is said of a request that a store did not answer, however often it was repeated."""
+
+
+def store_error(error: OSError) -> type[WriteError]:
+    """The kind of error that a store's error becomes."""
+    return SilentStoreError if SILENCE.search(str(error)) else WriteError
+
+
 def reason(error: BaseException) -> str:
     """Why something failed, in the words of the system or the store, on one line."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    silence = f"the store gave no whole answer to {ATTEMPTS + 1} requests: \\1"
+    text = SILENCE.sub(silence, text)
     return text if len(text) <= 240 else f"{text[:239]}…"

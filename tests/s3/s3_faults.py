@@ -62,6 +62,8 @@ class FaultyApplication:
         self.application = application
         self.live_rules: list[LiveRule] = []
         self.log: list[LoggedRequest] = []
+        self.born: dict[str, float] = {}
+        """When each object was written that was not there before, by its key."""
         self.lock = threading.Lock()
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -91,12 +93,32 @@ class FaultyApplication:
 
         response = Response.from_app(self.application, environ, buffered=True)
         self.log.append(LoggedRequest(method, target, response.status_code))
+        self.note_birth(method, target.partition("?")[0].removeprefix("/bucket/"))
+        if "stale" in action:
+            response.set_data(self.listing_before(response.get_data(as_text=True), action["stale"]))
         if action.get("cut") == "after":
             cut_connection(connection)
         if "cut_body" in action:
             start_response(response.status, response.get_wsgi_headers(environ).to_wsgi_list())
             return cut_off(response.get_data(), action["cut_body"], connection)
         return response(environ, start_response)
+
+    def note_birth(self, method: str, key: str) -> None:
+        """Remember when an object appeared."""
+        if method == "PUT":
+            self.born.setdefault(key, time.monotonic())
+        elif method == "DELETE":
+            self.born.pop(key, None)
+        elif key == "/moto-api/reset":
+            self.born.clear()
+
+    def listing_before(self, listing: str, seconds: float) -> str:
+        """A listing without what was written first within the last so many seconds."""
+        limit = time.monotonic() - seconds
+        names = {key for key, born in [*self.born.items()] if born <= limit}
+        shown = names | {key[: slash.end()] for key in names for slash in re.finditer("/", key)}
+        entry = r"<(Contents|CommonPrefixes)>.*?<(Key|Prefix)>(.*?)</\2>.*?</\1>"
+        return re.sub(entry, lambda m: m[0] if m[3] in shown else "", listing, flags=re.DOTALL)
 
     def changed(self, rules: list[dict] | None = None, log: list | None = None) -> Response:
         """Replace rules and log where a request asks for it, and answer with their state."""

@@ -13,6 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict
 
@@ -38,6 +40,8 @@ class Action(TypedDict, total=False):
     """Close the connection without an answer, before or after the request is carried out."""
     cut_body: int
     """Close the connection after this many bytes of the answer's body."""
+    stale: float
+    """Leave out of a listing what was written first within the last so many seconds."""
 
 
 @dataclass
@@ -150,6 +154,15 @@ class S3Server:
     def spent(self) -> list[int]:
         """How often each rule has fired."""
         return self._control({})["fired"]
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Take connections and answer nothing meanwhile, and then carry out what has come."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def requests(self) -> list[Request]:
         """The requests since the log was emptied, in the order in which they ended."""

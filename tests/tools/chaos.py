@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-import pyarrow as pa
 from ray.cluster_utils import Cluster
 
 from headcount.jobs.plan.plan import make_plan, prepare_run
@@ -37,7 +36,7 @@ from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica
 from tests import ROOT
 from tests.s3.s3_server import Action, Rule, S3Server
-from tests.tools.committed_rows import compare, rows_of
+from tests.tools.committed_rows import Rows, compare, rows_of
 from tests.tools.processes import MARK, Command, kill, start_fork_server
 from tests.tools.workers import NODE_OPTIONS, forked_workers, start_cluster
 from tests.toys.runs_here import measured
@@ -337,7 +336,7 @@ def draw_life(rng: random.Random, kinds: Sequence[str] = ()) -> Life:
     return sorted(PlannedFault(rng.randrange(SHARDS - 4), kind) for kind in drawn)
 
 
-def run_schedule(world: World, expected: pa.Table, lives: list[Life]) -> Result:
+def run_schedule(world: World, expected: Rows, lives: list[Life]) -> Result:
     """Bring one scan to its end, with faults in the first lives of its driver."""
     world.begin_schedule()
     faults: list[str] = []
@@ -348,7 +347,7 @@ def run_schedule(world: World, expected: pa.Table, lives: list[Life]) -> Result:
     while exit_codes[-1] != 0 and len(exit_codes) < len(lives) + 4:
         world.start_driver()
         exit_codes.append(world.wait_for_drivers())
-    lost, doubled, wrong = compare(rows_of(world.run), expected)
+    lost, doubled, wrong = compare(rows_of(world.run.path), expected)
     if some_wake:
         # What a replica writes after the end of its run is deleted by a compaction only.
         with locked(world.run):
@@ -382,12 +381,12 @@ def _run_driver(world: World, life: Life, struck: list[str]) -> int:
     return world.wait_for_drivers()
 
 
-def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica) -> pa.Table:
+def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica) -> Rows:
     """The rows of a run that nothing disturbs: shard by shard in this process, without Ray."""
     prepare_process(threads=1)
     plan = make_plan(load_scan(scan_file, [f"out={out}"]), "chaos")
     prepare_run(plan, "")
-    return rows_of(measured(plan, replica_class).run)
+    return rows_of(measured(plan, replica_class).run.path)
 
 
 @contextmanager
@@ -397,7 +396,7 @@ def open_world(
     *,
     with_store: bool = True,
     n_nodes: int = 2,
-) -> Iterator[tuple[World, pa.Table]]:
+) -> Iterator[tuple[World, Rows]]:
     """Everything that schedules need, and the rows of an undisturbed run.
 
     Replicas measure as this class does: they have a model or are toys.

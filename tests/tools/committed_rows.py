@@ -1,54 +1,83 @@
 """The rows of a run, and how they differ from those of another one.
 
-It needs neither PyTorch nor Ray, which take seconds to import.
+This judges what the product keeps and reads, so it shares no code with it: it follows the section
+"Which rows count" of docs/reference/files.md.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import hashlib
+import json
+import math
+from collections import defaultdict
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from headcount.schemas.files.run_directory import RunDirectory, pc
+Rows = dict[tuple[object, ...], list[dict[str, Any]]]
+"""Rows by their table and keys. More than one under a key are doubled."""
 
-KEYS = ["sequence", "layer", "head"]
-
-
-def rows_of(run: RunDirectory) -> pa.Table:
-    """Every row of `heads` that a reader who follows the commits finds."""
-    # Shards that were merged share a file, in which others may have been taken back since.
-    shards_by_path: defaultdict[str, list[int]] = defaultdict(list)
-    for commit in run.commits():
-        for file in commit.files:
-            if file.table == "heads":
-                shards_by_path[file.path].append(commit.shard)
-    tables: list[pa.Table] = []
-    for path, shards in shards_by_path.items():
-        rows = pq.ParquetFile(pa.BufferReader((run.path / path).read_bytes())).read()
-        tables.append(rows.filter(pc.is_in(rows["shard"], pa.array(shards, rows["shard"].type))))
-    return (
-        pa.concat_tables(tables)
-        .drop_columns("run_id")  # The runs that are compared have names of their own.
-        .sort_by([(key, "ascending") for key in KEYS])
-    )
+KEYS = ("intervention", "sequence", "layer", "head")
 
 
-def compare(measured: pa.Table, expected: pa.Table) -> tuple[int, int, int]:
+def rows_of(run: object) -> Rows:
+    """Every row of `heads` and `sequences` that counts. A file must be as it was committed."""
+    filesystem, root = pafs.FileSystem.from_uri(str(run))
+    shards_of_file: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for shard, commit in _commits(filesystem, f"{root}/commits").items():
+        for file in commit["files"]:
+            shards_of_file[file["path"], file["digest"]].add(shard)
+    rows: Rows = defaultdict(list)
+    for (path, digest), shards in shards_of_file.items():
+        content = _content(filesystem, f"{root}/{path}")
+        assert hashlib.blake2b(content, digest_size=16).hexdigest() == digest, path
+        table = path.partition("/")[0]
+        if table in ("heads", "sequences"):
+            for row in pq.read_table(pa.BufferReader(content)).to_pylist():
+                if row["shard"] in shards:
+                    rows[table, *(row.get(key) for key in KEYS)].append(row)
+    return rows
+
+
+def _commits(filesystem: pafs.FileSystem, directory: str) -> dict[int, Any]:
+    """The commits that count, by shard."""
+    listed = filesystem.get_file_info(pafs.FileSelector(directory))
+    loose: dict[int, Any] = {}
+    gathered: dict[int, Any] = {}
+    for name in sorted(info.base_name for info in listed):
+        content = _content(filesystem, f"{directory}/{name}")
+        if name.startswith("segment-"):
+            segment = pq.read_table(pa.BufferReader(content)).to_pylist()
+            gathered |= {commit["shard"]: commit for commit in segment}
+        elif name.startswith("shard-"):
+            commit = json.loads(content)
+            loose[commit["shard"]] = commit
+    return loose | {shard: commit for shard, commit in gathered.items() if commit["files"]}
+
+
+def _content(filesystem: pafs.FileSystem, path: str) -> bytes:
+    with filesystem.open_input_file(path) as file:
+        return file.read()
+
+
+def compare(measured: Rows, expected: Rows) -> tuple[int, int, int]:
     """Rows lost, rows doubled, rows with other values."""
-    measured_keys, expected_keys = (
-        Counter(zip(*(table[key].to_pylist() for key in KEYS), strict=True))
-        for table in (measured, expected)
+    keys = measured.keys() | expected.keys()
+    surplus = [len(measured.get(key, [])) - len(expected.get(key, [])) for key in keys]
+    pairs = (zip(measured.get(key, []), expected.get(key, []), strict=False) for key in keys)
+    different = sum(not _is_same(*pair) for each in pairs for pair in each)
+    return -sum(min(n, 0) for n in surplus), sum(max(n, 0) for n in surplus), different
+
+
+def _is_same(row: dict[str, Any], expected: dict[str, Any]) -> bool:
+    # Another process may sum in another order, which float32 shows.
+    return row.keys() == expected.keys() and all(
+        math.isclose(row[name], value, rel_tol=1e-5, abs_tol=1e-5)
+        if isinstance(value, float) and isinstance(row[name], float)
+        else row[name] == value
+        # The runs that are compared have names of their own.
+        for name, value in expected.items()
+        if name != "run_id"
     )
-    lost = (expected_keys - measured_keys).total()
-    doubled = (measured_keys - expected_keys).total()
-    if lost or doubled:
-        return lost, doubled, 0
-    measured_rows, expected_rows = measured.to_pandas(), expected.to_pandas()
-    columns = [name for name in expected_rows.columns if expected_rows[name].dtype == "float32"]
-    measured_values, expected_values = measured_rows[columns], expected_rows[columns]
-    # Another process may sum in another order: float32 noise, and the same NULLs.
-    difference = (measured_values - expected_values).abs().fillna(0)
-    near = difference <= 1e-5 * (1 + expected_values.abs().fillna(0))
-    same = near & (measured_values.isna() == expected_values.isna())
-    return 0, 0, int((~same.all(axis=1)).sum())

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
 from rich.console import Console
 
 from headcount.jobs.plan.plan import make_plan, prepare_run
@@ -37,7 +36,7 @@ from headcount.schemas.files.places import names, place
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import parse_scan
 from tests.s3.s3_server import Action, Rule, S3Server
-from tests.tools.committed_rows import compare, rows_of
+from tests.tools.committed_rows import Rows, compare, rows_of
 from tests.tools.deaths import death_at_change
 from tests.toys.toy_replica import ToyReplica
 
@@ -123,7 +122,7 @@ class Schedules:
         method = self.rng.choice(["PUT", "PUT", "DELETE"])
         return Rule(action, method=method, skip=self.rng.randrange(MOST_CHANGES))
 
-    def rows(self, name: str, sequences: int) -> pa.Table | None:
+    def rows(self, name: str, sequences: int) -> Rows | None:
         """Finish a run undisturbed; its rows, None if that has failed."""
         scan = self.scan(name, sequences)
         actions = [measure, merge] if self.rng.random() < 0.5 else [measure]
@@ -131,7 +130,7 @@ class Schedules:
             answers = self.act(partial(action, scan), mortal=False)
         return answers[0] if answers else None
 
-    def run_schedule(self, name: str, expected: dict[int, pa.Table]) -> None:
+    def run_schedule(self, name: str, expected: dict[int, Rows]) -> None:
         """Disturb one run, finish it, and compare its rows."""
         size = self.rng.choice(SIZES[:2])
         final = self.rng.choice([larger for larger in SIZES if larger >= size])
@@ -174,8 +173,8 @@ def merge(scan: dict[str, Any]) -> None:
     compact(run_of(scan), MERGED_ROWS)
 
 
-def rows_in(scan: dict[str, Any]) -> pa.Table:
-    return rows_of(run_of(scan))
+def rows_in(scan: dict[str, Any]) -> Rows:
+    return rows_of(run_of(scan).path)
 
 
 def run_of(scan: dict[str, Any]) -> RunDirectory:
@@ -207,7 +206,7 @@ def run_schedules(count: int, seed: int, in_store: bool) -> Schedules:
             stack.callback(os.environ.update, dict(os.environ))
             os.environ |= store.env()
         schedules = Schedules(folder, random.Random(seed), None)
-        expected: dict[int, pa.Table] = {}
+        expected: dict[int, Rows] = {}
         for size in SIZES:
             # In this process, so that those that are forked from it find everything imported.
             scan = schedules.scan(f"undisturbed-{size}", size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pyarrow as pa
 import pytest
 
 from tests.tools.chaos import (
@@ -20,6 +19,7 @@ from tests.tools.chaos import (
     open_world,
     run_schedule,
 )
+from tests.tools.committed_rows import Rows
 from tests.toys.toy_replica import ToyReplica
 
 
@@ -62,7 +62,7 @@ SCHEDULES: dict[str, tuple[bool, int, list[Life]]] = {
 
 
 @pytest.fixture(scope="module")
-def chaos() -> Iterator[tuple[World, pa.Table]]:
+def chaos() -> Iterator[tuple[World, Rows]]:
     """A cluster of a head and two nodes that all of these tests maltreat."""
     with open_world(4, ToyReplica) as (world, expected):
         # Clients of a store wait longer after every refusal: a few are enough here.
@@ -72,7 +72,7 @@ def chaos() -> Iterator[tuple[World, pa.Table]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_run_comes_to_its_end(chaos: tuple[World, pa.Table], name: str) -> None:
+def test_a_run_comes_to_its_end(chaos: tuple[World, Rows], name: str) -> None:
     world, expected = chaos
     world.in_store, world.n_replicas, lives = SCHEDULES[name]
     result = run_schedule(world, expected, lives)

@@ -75,7 +75,8 @@ def test_every_reader_of_the_table_has_an_example():
     table = PAGE[PAGE.index("| reader |") : PAGE.index("`runs/**/*.parquet`")]
     # The first row of the table is its heading.
     readers = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:]
-    assert [heading.split()[-1] for heading in HEADINGS] == readers
+    # The last section is about commits.
+    assert [heading.split()[-1] for heading in HEADINGS[:-1]] == readers
 
 
 def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
