@@ -325,12 +325,14 @@ class StandInText(BaseModel):
 
 
 class Figure(BaseModel):
-    """A picture. `sql` gives rows (series, x, y), or (x, y, value) for a heat map."""
+    """A picture. `sql` gives rows (series, x, y), (x, y, value) for a heat map, or (name, x, y) for
+    points. A series `NAME, published` after NAME has its colour.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     title: str
     sql: str
-    kind: Literal["line", "bar", "heat"] = "line"
+    kind: Literal["line", "bar", "heat", "points"] = "line"
     square: bool = False
     """Whether cells of a heat map are square, as in a picture of a pattern: keys across (x),
     queries down (y).

@@ -73,7 +73,7 @@ def _figure_content(figure: Figure, rows: Sequence[Row]) -> Record:
         raise _NothingToDrawError("its query gives no numbers, only undefined values")
     labels = _labels(row[1] for row in rows)
     if figure.kind != "heat":
-        # Lines or bars, one for each name, in the order of the rows.
+        # Lines, bars or points, one for each name, in the order of the rows.
         series_by_name: dict[str, Record] = {}
         for (name, _, _), label, value in zip(rows, labels, values, strict=True):
             text = "" if name is None else str(name)

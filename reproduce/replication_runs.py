@@ -18,6 +18,7 @@ from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.run.progress import WholeProgress
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.open.verified_files import Tell
+from headcount.queries.sql_text import text_literal
 from headcount.reproduce.replication import STAND_IN, TEXT, Replication
 from headcount.reproduce.verdicts import has_sizes
 from headcount.schemas.errors import RunError, ScanError, unknown
@@ -127,10 +128,16 @@ def open_replication_runs(
 ) -> RunDatabase:
     """Open the runs of a replication, with the views that its checks and figures ask.
 
-    Every replication may ask `replication_TABLE`, with the scan of each row. `tell` is called with
-    a line whenever damage is found.
+    Every replication may ask `replication_TABLE`, with the scan of each row, and `published`, the
+    names and values of its checks. `tell` is called with a line whenever damage is found.
     """
-    views: dict[str, str] = {}
+    published = replication.published_values
+    names = ", ".join(text_literal(each.full_name) for each in published)
+    values = ", ".join(repr(each.value) for each in published)
+    views = {
+        "published": f"SELECT unnest([{names}]::VARCHAR[]) AS name, "
+        f"unnest([{values}]::DOUBLE[]) AS value"
+    }
     for table in TABLES:
         # The means of a profile are asked over all shards, not by shard.
         source = "profile_means" if table == "profiles" else table

@@ -33,7 +33,7 @@ result = partial(Result, "toy", model="m")
 """A result: its name, what was published and measured, a tolerance and a verdict."""
 
 
-def figure(title: str, sql: str, kind: Literal["line", "bar", "heat"] = "line") -> Figure:
+def figure(title: str, sql: str, kind: Literal["line", "bar", "heat", "points"] = "line") -> Figure:
     return Figure(title=title, sql=sql, kind=kind, x="key", y="attention")
 
 
@@ -191,6 +191,8 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(browser: Chrome, tmp_pa
         figure("bars", bars_by_name, "bar"),
         figure("one", "VALUES ('a', 1, 1.0), ('a', 2, 2.0)", "bar"),
         figure("cells", "SELECT x, evil(), 0.5 * x FROM range(3) b(x)", "heat"),
+        figure("points", "SELECT evil() || x, x, 2 * x FROM range(3) b(x)", "points"),
+        figure("beside", "VALUES ('a', 0, 1.0), ('a', 1, 2.0), ('a, published', 0, 3.0)"),
     )
     address = (tmp_path / "1234abcd.html").as_uri()
     browser.get("about:blank")
@@ -205,11 +207,15 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(browser: Chrome, tmp_pa
         return [mark.get_attribute(name) for mark in found]
 
     # Each figure has marks of its own kind, and of no other.
-    marks = [".line", "[data-bar]", "[data-bar]", "[data-cell]"]
+    marks = [".line", "[data-bar]", "[data-bar]", "[data-cell]", ".point", ".line"]
     for plot, own in zip(plots, marks, strict=True):
         drawn = {mark for mark in marks if plot.find_elements(By.CSS_SELECTOR, mark)}
         assert drawn == {own}
     assert len({*attributes(0, ".line", "stroke")}) == 3
+    assert attributes(4, ".point", "data-point") == [f"{EVIL}{x}" for x in range(3)]
+    # What was published has the colour of what was measured, and dashes.
+    assert len({*attributes(5, ".line", "stroke")}) == 1
+    assert attributes(5, ".line", "stroke-dasharray") == [None, "5 3"]
     assert attributes(1, "[data-bar]", "data-bar") == [EVIL, EVIL, "10", "10", "2", "2"]
     assert attributes(2, "[data-bar]", "data-bar") == ["key 1", "key 2"]
     assert attributes(3, ".cell", "aria-label") == [

@@ -74,6 +74,33 @@ def test_slopes_are_of_each_data_set_and_then_averaged() -> None:
     assert rows == [("sst2", pytest.approx(-0.5)), ("gsm8k", pytest.approx(-0.25))]
 
 
+def test_histograms_are_densities_with_empty_bins_and_end_where_the_source_ends() -> None:
+    connection = opened(
+        "sink_circuit_structure",
+        ("spread", "densities"),
+        # Of 40 values of other keys a quarter lies above 75, and layer 9 is not of the middle.
+        shifts="""
+            SELECT 3 AS layer, 0 AS head, 1 + i % 4 AS position, 25.0 * (1 + i % 4) - 1 AS shift
+            FROM range(40) AS t(i) UNION ALL VALUES (3, 0, 0, 100.0), (9, 0, 0, 1e6)
+        """,
+        middle="SELECT 3 AS layer, 0 AS head",
+        couplings="SELECT 0.0 AS coupling, false AS massive",
+    )
+
+    def drawn(figure: int, kind: str) -> list[tuple[float, float]]:
+        sql = "SELECT x, density FROM densities WHERE figure = ? AND kind = ? AND density > 0"
+        return sorted(connection.execute(sql, [figure, kind]).fetchall())
+
+    width, whole = 75 / 39, 100 / 39
+    assert drawn(1, "other keys") == [
+        pytest.approx(((math.floor(shift / width) + 0.5) * width, 1 / 3 / width))
+        for shift in (24, 49, 74)
+    ]
+    assert drawn(6, "first key") == [pytest.approx((100 - whole / 2, 1 / whole))]
+    counts = connection.execute("SELECT count(*) FROM densities WHERE figure IN (1, 6)").fetchone()
+    assert counts == (4 * 39,)
+
+
 def test_a_step_of_a_training_is_in_the_name_of_its_scan() -> None:
     connection = opened(
         "sink_circuit_training",

@@ -1,11 +1,18 @@
-// Lines, bars and heat maps of a replication of the literature.
+// Lines, bars, heat maps and points of a replication of the literature.
 import { pageData } from "./data.js";
-import { bars, heatmap, html, lines } from "./draw.js";
+import { bars, heatmap, html, lines, scatter } from "./draw.js";
 
 const figures = await pageData();
 
+// A published line has the colour of the measured one before it, and dashes.
 function line({ series, x, y, title }, width) {
-  return lines({ series: series.map((one) => ({ name: one.name, x: one.labels, y: one.values })), xName: x, yName: y, title, width, height: 300 });
+  const paired = series.length > 1 && series.every(({ name }, i) => i % 2 === 0 || name === `${series[i - 1].name}, published`);
+  return lines({ series: series.map((one) => ({ name: one.name, x: one.labels, y: one.values })), xName: x, yName: y, title, width, height: 300, paired });
+}
+
+function points({ series, x, y, title }, width) {
+  const heads = series.flatMap(({ name, labels, values }) => labels.map((at, i) => ({ name, x: at, y: values[i], label: true })));
+  return scatter({ points: heads, xName: x, yName: y, title, width });
 }
 
 function bar(figure, width) {
@@ -21,7 +28,7 @@ function heat({ rows, columns, x, y, z, low, high, scale, square, title }, width
   return heatmap({ rows, cols: columns, rowName: y, colName: x, title, values: z, range: [low, high], scale, square, width, cellName });
 }
 
-const KINDS = { line, bar, heat };
+const KINDS = { line, bar, heat, points };
 
 for (const place of document.querySelectorAll("[data-figure]")) {
   const figure = figures[Number(place.dataset.figure)];

@@ -214,10 +214,8 @@ function reachable(place, marks, { onChoose, onHover }) {
   return enter;
 }
 
-// The frame of a figure with two axes: ticks, grid and names.
-function frame(options) {
-  const { width, height, xRange, yRange, xName, yName, log, names, left = 46, keys = [] } = options;
-  // The names of the series stand above, in as many lines as they need.
+// Where the names of series stand above a figure, in as many lines as they need, and how high these are.
+function keyPlaces(keys, left, width) {
   const placed = [];
   let [keyX, row] = [left, 0];
   for (const key of keys) {
@@ -226,7 +224,14 @@ function frame(options) {
     placed.push({ key, at: keyX, level: 9 + 15 * row });
     keyX += wide;
   }
-  const top = 8 + (keys.length ? 15 * (row + 1) : 0);
+  return [placed, keys.length ? 15 * (row + 1) : 0];
+}
+
+// The frame of a figure with two axes: ticks, grid and names.
+function frame(options) {
+  const { width, height, xRange, yRange, xName, yName, log, names, left = 46, keys = [], colour } = options;
+  const [placed, keysHeight] = keyPlaces(keys, left, width);
+  const top = 8 + keysHeight;
   const bottom = height - 36;
   const right = width - 10;
   const scaled = log ? Math.log10 : (value) => value;
@@ -253,7 +258,7 @@ function frame(options) {
   group.append(text(9, middle, yName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }));
   placed.forEach(({ key, at, level }, i) => {
     const line = { x1: at, x2: at + 14, y1: level, y2: level, class: "key" };
-    group.append(svg("line", { ...line, stroke: seriesColour(i), "stroke-dasharray": dashes(i) }));
+    group.append(svg("line", { ...line, stroke: colour(i), "stroke-dasharray": dashes(i) }));
     group.append(text(at + 18, level + 4, key));
   });
   return { group, x, y, left, right, top, bottom };
@@ -262,7 +267,8 @@ function frame(options) {
 // Beside its colour every second series has dashes.
 const dashes = (number) => (number % 2 ? "5 3" : null);
 
-// Lines over numbers or names. An undefined value breaks its line.
+// Lines over numbers or names. An undefined value breaks its line. `paired`: two neighbours share a
+// colour.
 export function lines(options) {
   const { series, xName = "", yName = "", log = false, title = yName, width = 360, height = 220 } = options;
   const ownX = (one) => one.x ?? options.x;
@@ -278,10 +284,11 @@ export function lines(options) {
   const keys = series.length > 1 ? series.map((one) => String(one.name)) : [];
   const xRange = [Math.min(...places), Math.max(...places)];
   const wholeX = places.every(Number.isInteger);
-  const box = frame({ width, height, xRange, yRange, xName, yName, log, names, keys, wholeX });
+  const colour = (i) => seriesColour(options.paired ? Math.floor(i / 2) : i);
+  const box = frame({ width, height, xRange, yRange, xName, yName, log, names, keys, wholeX, colour });
   const figure = canvas(width, height, { role: "img", "aria-label": title }, box.group);
   series.forEach((one, i) => {
-    const line = svg("path", { class: "line", stroke: seriesColour(i), "stroke-dasharray": dashes(i) });
+    const line = svg("path", { class: "line", stroke: colour(i), "stroke-dasharray": dashes(i) });
     const group = svg("g", { class: "series", "data-series": one.name }, line);
     const radius = one.y.length > 40 ? 1.6 : 2.6;
     let path = "";
@@ -290,7 +297,7 @@ export function lines(options) {
       const at = ownX(one)[j];
       const [x, y] = [box.x(placeOf(at)), box.y(value)];
       path += `${j && isDrawn(one.y[j - 1]) ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
-      const dot = svg("circle", { cx: x, cy: y, r: radius, fill: seriesColour(i) });
+      const dot = svg("circle", { cx: x, cy: y, r: radius, fill: colour(i) });
       const name = series.length > 1 ? `${one.name}, ` : "";
       const error = one.errors && !isUndefined(one.errors[j]) ? ` ± ${number(one.errors[j])}` : "";
       group.append(titled(dot, `${name}${xName} ${at}: ${number(value)}${error}`));
@@ -312,7 +319,8 @@ export function bars(options) {
   const right = width - 64;
   const thick = several ? 11 : 13;
   const room = thick * series.length + 6;
-  const top = several ? 20 : reference && !isUndefined(reference.x) ? 16 : 4;
+  const [placed, keysHeight] = keyPlaces(several ? series.map((one) => String(one.name)) : [], left, width);
+  const top = several ? 5 + keysHeight : reference && !isUndefined(reference.x) ? 16 : 4;
   const ends = (one) => (value, i) => [-1, 1].map((side) => (value ?? 0) + side * (one.errors?.[i] ?? 0));
   const all = series.flatMap((one) => one.values.flatMap(ends(one)));
   // A whisker may reach below zero where no bar does.
@@ -343,11 +351,8 @@ export function bars(options) {
       figure.append(set(group, {}, text(end + 5, middle + 3.8, number(value), { class: "value" })));
     });
   });
-  let at = left;
-  series.forEach((one, j) => {
-    if (!several) return;
-    figure.append(svg("rect", { x: at, y: 3, width: 10, height: 9, fill: seriesColour(j) }), text(at + 14, 11, one.name));
-    at += 26 + 6 * String(one.name).length;
+  placed.forEach(({ key, at, level }, j) => {
+    figure.append(svg("rect", { x: at, y: level - 6, width: 10, height: 9, fill: seriesColour(j) }), text(at + 14, level + 2, key));
   });
   if (low < 0) figure.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "axis" }));
   if (reference && !isUndefined(reference.x)) {
@@ -389,7 +394,7 @@ export function scatter(options) {
     const wide = 6.5 * point.name.length;
     const free = [-5, 13]
       .flatMap((down) => [6, -6 - wide].map((right) => [box.x(point.x) + right, box.y(point.y) + down]))
-      .find(([x, y]) => x + wide <= width && taken.every((other) => Math.abs(other.y - y) > 11 || x > other.end || x + wide < other.x));
+      .find(([x, y]) => x >= box.left && x + wide <= width && y <= box.bottom && taken.every((other) => Math.abs(other.y - y) > 11 || x > other.end || x + wide < other.x));
     if (!free) continue;
     const [x, y] = free;
     taken.push({ x, y, end: x + wide });
