@@ -199,6 +199,7 @@ def shelf(shelf: toy.Shelf) -> Shelf:
     return Shelf(shelf)
 
 
+@cache  # A replica knows the tokens again that it has measured untouched.
 def sequences_of(d_vocab: int, n_ctx: int) -> tuple[np.ndarray, np.ndarray, list[list[str]]]:
     """A repeated block behind a first token, with triggers; a sequence with a few repeats, without
     triggers; and their partners. Both have labels of a question and its answer.
@@ -459,7 +460,12 @@ def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "bigcode", "attn-only-2l-mini", "neox", "llama-gqa", "opt", "gpt-neo", "bloom"]
+    "name",
+    [
+        *("gpt2", "bigcode", "legacy-pth", "neox", "llama-gqa", "opt", "gpt-neo", "bloom"),
+        # Its vocabulary is as large as that of a real model of bytes.
+        pytest.param("attn-only-2l-mini", marks=pytest.mark.long),
+    ],
 )
 def test_every_weight_statistic(shelf: Shelf, name: str) -> None:
     weights = shelf.weights(name)
