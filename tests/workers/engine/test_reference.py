@@ -34,7 +34,7 @@ from tests.reference.definitions import (
     recompute,
 )
 from tests.reference.effect_definitions import EFFECT_DEFINITIONS
-from tests.reference.forward import Run, forward
+from tests.reference.forward import forward
 from tests.reference.reference_changes import (
     ACTIVATION_CHANGES,
     WEIGHT_CHANGES,
@@ -353,18 +353,21 @@ def test_every_intervention_changes_something(shelf: Shelf) -> None:
     weights = shelf.weights("gpt2")
     tokens, partner, labels = sequences_of(shelf.d_vocab("gpt2"), N_CTX)
 
-    def runs(intervention: str) -> list[Run]:
-        of_sequences = zip(tokens.tolist(), partner.tolist(), labels, strict=True)
-        return [run_changed(weights, t, intervention, p, marks) for t, p, marks in of_sequences]
+    def values(intervention: str, i: int) -> np.ndarray:
+        of_sequence = (tokens[i].tolist(), intervention, partner[i].tolist(), labels[i])
+        layers = run_changed(weights, *of_sequence).layers
+        return np.concatenate(
+            [
+                value.ravel()
+                for layer in layers
+                for value in (layer.pattern, layer.z, layer.resid_post)
+            ]
+        )
 
-    def values(runs: list[Run]) -> np.ndarray:
-        of_layers = [(layer.pattern, layer.z, layer.resid_post) for r in runs for layer in r.layers]
-        return np.concatenate([value.ravel() for layer in of_layers for value in layer])
-
-    plain = values(runs("none"))
+    plain = [values("none", i) for i in range(2)]
     for intervention in EVERY:
-        changed = np.abs(values(runs(intervention)) - plain).max()
-        assert (changed > 1e-3) == (intervention != "none"), intervention
+        changes = (np.abs(values(intervention, i) - plain[i]).max() > 1e-3 for i in range(2))
+        assert any(changes) == (intervention != "none"), intervention
 
 
 @pytest.mark.parametrize(
