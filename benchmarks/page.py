@@ -10,16 +10,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.targets import PEAK_FLOPS
 from benchmarks.ways import WAYS, bare_format
 from headcount.schemas.errors import counted
+
+if TYPE_CHECKING:  # It takes long to import, and only plots need it.
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Json = dict[str, Any]
 
@@ -155,6 +156,8 @@ def draw(record: Json, directory: Path) -> list[Path]:
 
 def _figure(cells: Sequence[Json], axis: str, title: str) -> Figure:
     """Speed on the left, memory on the right."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     figure.suptitle(title)
     speed, memory = figure.subplots(1, 2)
@@ -168,6 +171,8 @@ def _figure(cells: Sequence[Json], axis: str, title: str) -> Figure:
 
 def _save(figure: Figure, path: Path) -> None:
     """Write a figure so that the same numbers make the same file."""
+    import matplotlib
+
     # Without a fixed salt the ids in an SVG are random; as text, its words can be searched.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         figure.savefig(path, metadata={"Date": None})

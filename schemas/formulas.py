@@ -257,9 +257,11 @@ class Kind(Registry[Formula]):
         The bare name of a function with options means its defaults. A column's name is a text too,
         if the kind has this column. A name that does not exist and wrong options raise `ScanError`.
         """
+        if text in self:
+            return self[text]
         by_function = self._by_function()
-        if known := self.get(text) or by_function.get(text):
-            return known
+        if text in by_function:
+            return by_function[text]
         name = text.partition("(")[0].strip()
         if name not in by_function:
             raise ScanError(f"{self.field}: {unknown(self.word, name or text, by_function)}")

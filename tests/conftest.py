@@ -103,11 +103,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep what queries remember of files out of the user's caches."""
+    """Keep what commands remember of files and of code out of the user's caches.
+
+    The processes that test at once have one memory.
+    """
     caches = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     # Published models, where there are any, stay where they are.
     os.environ.setdefault("HF_HOME", str(Path(caches) / "huggingface"))
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
+    base = tmp_path_factory.getbasetemp()
+    own = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["XDG_CACHE_HOME"] = str(own / "caches")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from headcount.jobs import endings
+from headcount.jobs.cluster import ray_cluster
 from tests import ROOT
 from tests.misuse.conftest import Command
 from tests.tools.processes import DIES_WITH_ITS_PARENT
@@ -38,16 +39,17 @@ input.family = "uniform_random"
 """
 
 
-HEADCOUNT = (sys.executable, "-m", "headcount")
+HEADCOUNT = ("-m", "headcount")
 
 
 def headcount(
-    directory: Path, *words: str | Path, through: Iterable[str] = (), **variables: str | None
-) -> subprocess.CompletedProcess[str]:
+    directory: Path, *words: str | Path, through: Iterable[str] = (),
+    program: Iterable[str] = HEADCOUNT, **variables: str | None,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run `headcount …` in a directory, with these variables set, or removed if they are None."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     env = {name: value for name, value in env.items() if value is not None}
-    command = [*DIES_WITH_ITS_PARENT, *through, *HEADCOUNT, *map(str, words)]
+    command = [*DIES_WITH_ITS_PARENT, *through, sys.executable, *program, *map(str, words)]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     return subprocess.run(command, cwd=directory, env=env, timeout=120, **streams)
 
@@ -129,10 +131,14 @@ def test_what_does_not_answer_is_one_line(
 def test_ray_without_a_network_is_one_line(directory: Path):
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("no network can be taken away here")
+    # A minute is a long time for a test.
+    soon = f"import {ray_cluster.__name__} as ray; ray.START_SECONDS = 10.0"
+    program = ("-c", f"{soon}\nfrom headcount.command_line import main\nmain()")
     words = ("scan", "own.toml", "--replicas", "1")
-    done = headcount(directory, *words, through=("unshare", "--net"))
+    done = headcount(directory, *words, through=("unshare", "--net"), program=program)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: Ray on this machine did not start in 60")
+    assert done.stderr.splitlines()[-1].startswith("error: Ray on this machine did not start in 10")
+    assert ray_cluster.START_SECONDS <= 60
 
 
 # No traces
@@ -221,7 +227,7 @@ def died_before_our_first_lines(errors: str) -> bool:
 
 @pytest.mark.long
 def test_an_interrupt_is_quiet_at_any_moment(directory: Path):
-    command = [*DIES_WITH_ITS_PARENT, *HEADCOUNT, "scan", "own.toml"]
+    command = [*DIES_WITH_ITS_PARENT, sys.executable, *HEADCOUNT, "scan", "own.toml"]
     command += ["--replicas", "0", "--set", "sequences=1000000"]
     started_at = time.monotonic()
     interrupt, end = signal.SIGINT, signal.SIGTERM

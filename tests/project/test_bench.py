@@ -26,7 +26,7 @@ from benchmarks.targets import (
     slope,
     targets,
 )
-from benchmarks.ways import STANDARD, WAYS, draw_tokens, make_gpt2_small
+from benchmarks.ways import STANDARD, WAYS, draw_tokens, make_gpt2_small, make_llama
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE, PRECISIONS
 from headcount.schemas.statistics import STATISTICS
 from tests import ROOT
@@ -119,8 +119,14 @@ def test_gpu_rows_follow_from_the_best_batches() -> None:
 
 
 @pytest.mark.long
-def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
-    path = make_gpt2_small(tmp_path / "gpt2", **QUICK.gpt2)
+@pytest.mark.parametrize(("make", "sizes", "n_layers", "d_model"), [
+    (make_gpt2_small, QUICK.gpt2, QUICK.gpt2["n_layer"], QUICK.gpt2["n_embd"]),
+    (make_llama, QUICK.llama, QUICK.llama["num_hidden_layers"], QUICK.llama["hidden_size"]),
+])  # fmt: skip
+def test_every_way_does_the_work_it_is_compared_for(
+    tmp_path: Path, make: Any, sizes: dict[str, int], n_layers: int, d_model: int
+) -> None:
+    path = make(tmp_path / "model", **sizes)
     tokens = draw_tokens(path, 2, 48)
 
     def ran(way: str, precision: str = "float32") -> Any:
@@ -132,14 +138,14 @@ def test_every_way_does_the_work_it_is_compared_for(tmp_path: Path) -> None:
     same = ran("bare_same_products").last_hidden_state
     torch.testing.assert_close(same, bare.last_hidden_state)
     assert ran("product").shape == (48, 48)
-    for layer in range(QUICK.gpt2["n_layer"]):
+    for layer in range(n_layers):
         of_layer = cached[layer * len(STANDARD) :]
         for statistic, values in zip(STANDARD, of_layer, strict=False):
             fused = torch.from_numpy(heads.heads[statistic.name][:, layer])
             # Some statistics have one value for all heads of a layer.
             expected = values if values.dim() == 2 else values[:, None].expand_as(fused)
             assert torch.allclose(fused, expected, rtol=1e-4, atol=1e-5), statistic.name
-    assert bare.last_hidden_state.shape == (2, 48, QUICK.gpt2["n_embd"])
+    assert bare.last_hidden_state.shape == (2, 48, d_model)
     formats = (bare.last_hidden_state.dtype, half.last_hidden_state.dtype)
     assert formats == (torch.float32, torch.bfloat16)
     assert bare.past_key_values is None

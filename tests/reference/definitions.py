@@ -706,10 +706,11 @@ def recompute(
     ]
     heads = [heads_of(run, marks) for run, marks in zip(runs, labels_of_all, strict=True)]
     statistics = {**STATISTIC_DEFINITIONS, **(variants or {})}
+    flat = [[uniform(layer[0]) for layer in by_layer] for by_layer in heads]
     return Reference(
         {name: by_head(heads, define) for name, define in statistics.items()},
         {
-            name: np.array([common_level(statistics[name], by_layer) for by_layer in heads])
+            name: np.array([common_level(statistics[name], by_layer) for by_layer in flat])
             for name in uniform_baseline
         },
         {
@@ -724,9 +725,9 @@ def recompute(
     )
 
 
-def common_level(define: Statistic, by_layer: list[list[Head]]) -> float:
-    """What uniform attention would score. NaN if layers see other keys, and score unlike."""
-    levels = [float(define(uniform(layer[0]))) for layer in by_layer]
+def common_level(define: Statistic, uniform_heads: list[Head]) -> float:
+    """What a uniform head of each layer scores. NaN if layers see other keys, and score unlike."""
+    levels = [float(define(head)) for head in uniform_heads]
     return levels[0] if np.allclose(levels, levels[0], rtol=1e-5) else math.nan
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
-from headcount.schemas.errors import ScanError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.files.tables import CURVES as CURVES_TABLE
 from headcount.schemas.profiles import PROFILES
@@ -178,11 +177,3 @@ def test_sql_merges_exactly(tmp_path: Path):
     by_lag = ("attention_by_lag", 0, 1, "L0H1", None, None, 2, *[None] * 5, 5, mean, sd, error, 5)
     by_key = ("resid_pre_norm_by_key", 0, *[None] * 3, 0, *[None] * 6, 1, 7.0, None, None, 1)
     assert ask(run.path, "profile_means") == [(*keys, *by_lag), (*keys, *by_key)]
-
-
-def test_what_cannot_be_kept_is_refused():
-    with pytest.raises(ScanError, match="curves: score_by_pair has a number for every pair of a"):
-        toy.toy_scan(curves=["score_by_pair"])
-    message = r"weight_statistics: .* they expect weight_processing = 'raw', got 'folded'"
-    with pytest.raises(ScanError, match=message):
-        toy.toy_scan(weight_statistics=["position_norm"], weight_processing="folded")

@@ -34,7 +34,7 @@ from tests.reference.definitions import (
     recompute,
 )
 from tests.reference.effect_definitions import EFFECT_DEFINITIONS
-from tests.reference.forward import Run, forward
+from tests.reference.forward import forward
 from tests.reference.reference_changes import (
     ACTIVATION_CHANGES,
     WEIGHT_CHANGES,
@@ -200,6 +200,7 @@ def shelf(shelf: toy.Shelf) -> Shelf:
     return Shelf(shelf)
 
 
+@cache  # A replica knows the tokens again that it has measured untouched.
 def sequences_of(d_vocab: int, n_ctx: int) -> tuple[np.ndarray, np.ndarray, list[list[str]]]:
     """A repeated block behind a first token, with triggers; a sequence with a few repeats, without
     triggers; and their partners. Both have labels of a question and its answer.
@@ -352,20 +353,20 @@ def test_the_reference_imports_nothing_that_it_checks() -> None:
 def test_every_intervention_changes_something(shelf: Shelf) -> None:
     tokens, partner, labels = sequences_of(shelf.d_vocab("gpt2"), N_CTX)
 
-    def runs(intervention: str, name: str) -> list[Run]:
-        weights = shelf.weights(name)
-        of_sequences = zip(tokens.tolist(), partner.tolist(), labels, strict=True)
-        return [run_changed(weights, t, intervention, p, marks) for t, p, marks in of_sequences]
-
-    def values(runs: list[Run]) -> np.ndarray:
-        of_layers = [(layer.pattern, layer.z, layer.resid_post) for r in runs for layer in r.layers]
+    def values(intervention: str, name: str, i: int) -> np.ndarray:
+        of_sequence = (tokens[i].tolist(), intervention, partner[i].tolist(), labels[i])
+        layers = run_changed(shelf.weights(name), *of_sequence).layers
+        of_layers = [(layer.pattern, layer.z, layer.resid_post) for layer in layers]
         return np.concatenate([value.ravel() for layer in of_layers for value in layer])
 
-    plain = {name: values(runs("none", name)) for name in ("gpt2", "llama-gqa")}
+    plain = {name: [values("none", name, i) for i in range(2)] for name in ("gpt2", "llama-gqa")}
     for intervention in EVERY:
         name = "llama-gqa" if "rotation" in intervention else "gpt2"
-        changed = np.abs(values(runs(intervention, name)) - plain[name]).max()
-        assert (changed > 1e-3) == (intervention != "none"), intervention
+        # Most show in the first sequence, and then no other is read.
+        changes = (
+            np.abs(values(intervention, name, i) - plain[name][i]).max() > 1e-3 for i in range(2)
+        )
+        assert any(changes) == (intervention != "none"), intervention
 
 
 @pytest.mark.parametrize(
@@ -463,7 +464,12 @@ def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "bigcode", "attn-only-2l-mini", "neox", "llama-gqa", "opt", "gpt-neo", "bloom"]
+    "name",
+    [
+        *("gpt2", "bigcode", "legacy-pth", "neox", "llama-gqa", "opt", "gpt-neo", "bloom"),
+        # Its vocabulary is as large as that of a real model of bytes.
+        pytest.param("attn-only-2l-mini", marks=pytest.mark.long),
+    ],
 )
 def test_every_weight_statistic(shelf: Shelf, name: str) -> None:
     weights = shelf.weights(name)

@@ -5,8 +5,6 @@ it count.
 from __future__ import annotations
 
 import math
-import resource
-import signal
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +18,6 @@ from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.run.loop import measure_in_process
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.places import write_whole
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
@@ -121,25 +118,6 @@ def test_a_commit_counts_what_was_written(plan: Plan) -> None:
     for file in first.files:
         assert (local(plan.run.path) / file.path).stat().st_size == file.bytes
     assert math.isfinite(first.seconds)
-
-
-def test_a_file_that_cannot_be_written_whole_is_not_seen_and_the_old_one_stays(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "shard-000000.parquet"
-    write_whole(path, b"old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        told = r"shard-000000\.parquet: cannot be written \(File too large\)"
-        with pytest.raises(RunError, match=told):
-            write_whole(path, b"x" * 5000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    assert path.read_bytes() == b"old"
 
 
 def test_an_out_that_is_a_file_is_one_clear_line(tmp_path: Path, plan: Plan) -> None:

@@ -191,22 +191,6 @@ def test_a_file_becomes_portions_that_hold_all_documents(
             assert open_portion(corpus.store, portion).record.tokens < 2 * (letters + 100)
 
 
-def test_offsets_lead_to_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(extents, "PORTION_BYTES", 400)
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b"\n" + lines_of(TEXTS).replace(b"\n", b"\n \n"))
-    corpus = corpus_of(tmp_path, source_of(file))
-    portions = corpus.prepare()
-    assert len(corpus.extents) > 9
-    content = file.read_bytes()
-    offsets = [
-        offset
-        for p in portions
-        for offset in open_portion(corpus.store, p).documents()["offset"].to_pylist()
-    ]
-    assert [json.loads(content[at:].split(b"\n")[0])["text"] for at in offsets] == TEXTS
-
-
 def test_small_files_are_read_together_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(extents, "PORTION_BYTES", 100)
     monkeypatch.setattr(extents, "FILES_IN_EXTENT", 5)
@@ -322,16 +306,6 @@ def test_two_processes_that_prepare_at_once_write_the_same(corpus: Corpus, tmp_p
         process.join(60)
         assert process.exitcode == 0
     assert corpus.files() == alone.files()
-
-
-def test_a_portion_that_is_gone_is_prepared_alone(corpus: Corpus):
-    portions = corpus.prepare()
-    files = corpus.files()
-    corpus.store.forget([portions[0], portions[3]])
-    corpus.tokenizer.texts = []
-    assert corpus.prepare() == portions
-    assert corpus.files() == files
-    assert 2 < len(corpus.tokenizer.texts) < 40
 
 
 def test_a_file_that_changes_while_it_is_read_commits_nothing(corpus: Corpus):

@@ -459,22 +459,6 @@ def test_what_hides_every_key_of_a_window_is_refused_before_anything_runs(paths:
         settled(model, "cpu", interventions=["mask_keys(1,6)"])
 
 
-@pytest.mark.parametrize(("options", "line"), [
-    ("2,x4", r"x, then 1 hexadecimal digits below 2\^2 for each layer up to .*, got x4"),
-    ("8,x1", r"x, then 2 hexadecimal digits below 2\^8 for each layer up to .*, got x1"),
-    ("1,x10", r"x, then 1 hexadecimal digits below 2\^1 for each layer up to .*, got x10"),
-    ("2,1", "chosen: expected a string, got 1"),
-    ("2,x", "chosen: expected text that matches"),
-    ("3,x1", "groups: expected a divisor of the 4 heads in a layer of llama-gqa, got 3"),
-    ("2,x001", "chosen: layer 2 of llama-gqa, expected layers of its 2 that attend"),
-])  # fmt: skip
-def test_groups_of_heads_that_a_model_lacks_are_refused(
-    options: str, line: str, paths: Paths
-) -> None:
-    with pytest.raises(ScanError, match=line):
-        settled(model_of(paths["llama"]), "cpu", interventions=[f"stream_groups(1,4,{options})"])
-
-
 def test_auto_is_the_fastest_precision_that_every_intervention_can_have(paths: Paths) -> None:
     llama = model_of(paths["llama"])
     for device, fastest in FASTEST_ACCEPTABLE.items():

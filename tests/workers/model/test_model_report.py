@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.commands.model_report import report_model
-from headcount.schemas.errors import HeadcountError, ModelError
+from headcount.schemas.errors import HeadcountError
 from headcount.workers.replica import Replica
 from tests.toys import model_families, toy_models
 
@@ -96,22 +96,11 @@ def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(tmp_path: Path
     assert "sink_gate: the layer has no learned sink" in report["NULL"]
 
 
-def test_a_model_that_only_the_bridge_measures_says_why(tmp_path: Path) -> None:
-    path = saved("llama4_text", tmp_path)
-    with pytest.raises(ModelError) as caught:
-        list(report_model(str(path)))
-    assert "\n" not in str(caught.value)
-
-
-def test_the_command_prints_the_report_or_one_line(tmp_path: Path) -> None:
+def test_the_command_prints_the_report() -> None:
     answer = CliRunner().invoke(app, ["doctor", "--model", "bundled:attn-only-2l-mini"])
     assert answer.exit_code == 0, answer.output
     words = [line.split()[0] for line in answer.output.splitlines()]
     assert words[:3] == ["model", "engine", "attention"]
-    refused = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path)])
-    assert str(refused.exception) == (
-        f"{tmp_path}: no readable config.json; expected a model directory"
-    )
 
 
 @pytest.mark.parametrize(("family", "change", "message"), [
