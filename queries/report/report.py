@@ -94,7 +94,7 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
         },
         "sections": sections,
     }
-    write_html(TEMPLATES / "report", output, {"runs": runs}, json_value(data), REPORT)
+    write_html(TEMPLATES / "report", output, {}, json_value(data), REPORT)
 
 
 def _detail(runs: Iterable[Record]) -> Detail:
