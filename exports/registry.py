@@ -4,8 +4,6 @@ A format reads its run through the `source` and returns the content of its files
 function is the name of the format, with `-` for `_`. `formats/razor.py` is a short one.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,7 +44,7 @@ class Needs:
     every_head: bool = True  # whether the run must have measured every head of the model
     calibrated: bool = False
     """Whether measured interventions must say how far the estimates can be trusted."""
-    baseline: Needs | None = None
+    baseline: "Needs | None" = None
     """What a second run must have measured, whose input lacks what the first one is about. It is
     of the same model, with sequences of the same length.
     """

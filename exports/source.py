@@ -1,7 +1,5 @@
 """What a format reads: one run, through the views of `queries`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +51,7 @@ class ExportSource:
     format: ExportFormat
     options: Options
     destination: Place  # where the file or folder will be, for formats that depend on its name
-    baseline: ExportSource | None = None
+    baseline: "ExportSource | None" = None
     """The second run, if the format needs one (`Needs.baseline`)."""
     split: tuple[int, int] | None = None
     """Which half of which split of the documents `sums` are over. None: all documents."""
@@ -104,7 +102,7 @@ class ExportSource:
         """The condition of rows of this run without an intervention, in SQL."""
         return f"run_id = {text_literal(self.run_id)} AND intervention = 'none'"
 
-    def half(self, split: int, half: int) -> ExportSource:
+    def half(self, split: int, half: int) -> "ExportSource":
         """The same with half of the documents, and with half of the baseline's."""
         baseline = self.baseline and self.baseline.half(split, half)
         return replace(self, split=(split, half), baseline=baseline)
@@ -203,7 +201,7 @@ class ExportSource:
         means = effects.means
         return sure_heads(ranked(means), q_of(p_above(means, effects.errors, effects.documents, 0)))
 
-    def choice(self, choose: Callable[[ExportSource], Mapping[tuple[int, int], float]]) -> Choice:
+    def choice(self, choose: "Callable[[ExportSource], Mapping[tuple[int, int], float]]") -> Choice:
         """What `choose` takes from the run, and how much of it each half of the documents takes."""
         items = choose(self)
         # All sums are over the same documents.

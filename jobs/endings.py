@@ -13,8 +13,6 @@ its own, or where Python can raise nothing. So one handler hears all signals, an
 everything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -223,7 +221,7 @@ def _timer(seconds: float, call: Callable[..., object], *arguments: object) -> t
     return timer
 
 
-def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
+def _repeat_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
     """Repeat an interrupt from where Python can raise nothing: it would print it and continue."""
     if not isinstance(unraisable.exc_value, KeyboardInterrupt | Stopped):
         sys.__unraisablehook__(unraisable)

@@ -1,7 +1,5 @@
 """Where a scan is measured: on how many replicas, with which cores, device and cluster."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -32,7 +30,7 @@ class Resources:
     @classmethod
     def asked_for(
         cls, replicas: int | None, cores: int, device: Device, address: str | None
-    ) -> Resources:
+    ) -> "Resources":
         """The resources of a command that may leave the number of replicas open.
 
         Then it is one on a cluster, and here one for each GPU. Without a GPU this process measures:

@@ -8,8 +8,6 @@ A scan writes options in their order, `distant_mass(4,64)`, or by name, `distant
 choice of options is a formula of its own, `distant_mass_4_64`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,7 +61,7 @@ P = ParamSpec("P")
 class Formula(Entry):
     """A registered function and everything that is derived from it."""
 
-    kind: Kind = dataclasses.field(repr=False, compare=False)
+    kind: "Kind" = dataclasses.field(repr=False, compare=False)
     source: str  # where its definition comes from
     axis: str = ""  # what its values run over; "none" if it is one number in a table of such values
     uniform_baseline: bool = False

@@ -5,8 +5,6 @@ cache that was cut by the choice would. Then the model is asked for needles, and
 repeated block. As many random heads are kept whole for comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -72,7 +70,7 @@ class Answers:
     recall: float  # share of the tokens of needles that it predicts first
     loss: float  # mean loss after repeats, in nats
 
-    def loses_nothing(self, full: Answers, tolerance: float = TOLERANCE) -> bool:
+    def loses_nothing(self, full: "Answers", tolerance: float = TOLERANCE) -> bool:
         """Whether they are as good as those of the full cache, within the tolerance."""
         recalls = self.recall >= (1 - tolerance) * full.recall
         return recalls and self.loss <= (1 + tolerance) * full.loss

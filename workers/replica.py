@@ -1,7 +1,5 @@
 """One model on one device: measures every statistic of a scan on batches of sequences."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -200,7 +198,7 @@ class Replica:
         """What the scan asks of the weights of the untouched model, by table."""
         return tables_of_weights(self.model, self.scan)
 
-    def _batches(self, engine: Engine, sequences: _Sequences) -> Iterator[Measurements]:
+    def _batches(self, engine: Engine, sequences: "_Sequences") -> Iterator[Measurements]:
         """What each batch found, in order, fetched and checked while a GPU computes the next."""
         start = 0
         pending: PendingBatch | None = None
@@ -238,7 +236,7 @@ class Replica:
         if pending is not None:
             yield collect(pending)
 
-    def _launch(self, engine: Engine, sequences: _Sequences, first: int) -> PendingBatch:
+    def _launch(self, engine: Engine, sequences: "_Sequences", first: int) -> PendingBatch:
         """Start the pass over a batch, after the pass over its partners if there are any."""
         batch = slice(first, first + self.batch.size)
 

@@ -10,8 +10,6 @@ A cluster takes a job before anything of it runs. What then goes wrong is only i
 nobody looks there after a command that reported success. So `JobClient.wait` waits for a commit.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -87,7 +85,7 @@ class Job(NamedTuple):
     exit_code: int | None  # of the driver, if it has ended by itself
 
     @classmethod
-    def of(cls, details: JobDetails) -> Job:
+    def of(cls, details: JobDetails) -> "Job":
         """Read Ray's description of a job that `JobClient.start` has made."""
         metadata = details.metadata or {}
         return cls(

@@ -1,7 +1,5 @@
 """Progress of a scan in tokens: a bar on a terminal, elsewhere a line every few seconds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ def show_progress(
     tokens: int,
     done: int,
     console: Console,
-    all_runs: WholeProgress | None = None,
+    all_runs: "WholeProgress | None" = None,
 ) -> list[Failure]:
     """Show progress, of one run and of `all_runs`, until the outcomes end; returns the failures."""
     done_before = done

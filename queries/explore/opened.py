@@ -1,7 +1,5 @@
 """The runs as they are committed now: what the page lists of them, and what queries need."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from threading import Lock
 from typing import Any, TypeAlias
@@ -118,7 +116,7 @@ class PageRuns:
         # Not before: meanwhile another query may ask.
         self.is_verified, self.has_verified_rows = True, rows
 
-    def verified(self, rows: bool) -> PageRuns:
+    def verified(self, rows: bool) -> "PageRuns":
         """The same runs, compared with their commits before anything is noted of them."""
         self.verify(rows)
         if _runs_of(self.database) is self._runs:

@@ -1,7 +1,5 @@
 """Answers queries about runs on threads: each has a deadline, and can be interrupted."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -238,7 +236,7 @@ class Engine:
         self,
         threads: ThreadPoolExecutor,
         runs: PageRuns,
-        work: Callable[[Interruptible], T],
+        work: "Callable[[Interruptible], T]",
     ) -> T:
         """Do some work on a thread, until the deadline or until nobody waits for it."""
         connection = Interruptible(runs.database.connection)
@@ -331,7 +329,7 @@ def _header(query: Query, facts: RunFacts) -> Header:
     return {"axes": axes, "sql": sql, "every": facts.every}
 
 
-def _sql_rows(connection: Interruptible, text: str) -> Header:
+def _sql_rows(connection: "Interruptible", text: str) -> Header:
     # One row more than is shown tells whether there are more.
     answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
     rows: list[list[object]] = []

@@ -1,7 +1,5 @@
 """What runs a model and shows its activations: what both engines have in common."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping
@@ -116,7 +114,7 @@ class Engine(ABC):
             pass
 
     @abstractmethod
-    def run_pass(self, request: PassRequest) -> None:
+    def run_pass(self, request: "PassRequest") -> None:
         """The forward pass of `run`, which may end with `StopPass`."""
 
 

@@ -1,7 +1,5 @@
 """The fused engine: a model's bare modules, their attention replaced by `FusedPattern`."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -77,7 +75,7 @@ class _OfEveryHead(UserDict[str, Any]):
     are rotated back, when they are asked for: the copy lives no longer than its reader wants.
     """
 
-    def __init__(self, activations: Mapping[str, Any], of_pass: FusedPass) -> None:
+    def __init__(self, activations: Mapping[str, Any], of_pass: "FusedPass") -> None:
         super().__init__(activations)
         self.of_pass = of_pass
 

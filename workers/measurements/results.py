@@ -6,8 +6,6 @@ means it is that of count, mean and M2. Then come `layer` and `head`, where the 
 the entries of a list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -47,7 +45,7 @@ class Measurements:
         return self.tables["sequences"]
 
     @classmethod
-    def of_batches(cls, measured_batches: Iterable[Measurements]) -> Measurements:
+    def of_batches(cls, measured_batches: "Iterable[Measurements]") -> "Measurements":
         """What was measured on all batches, in order."""
         batches = list(measured_batches)
         tables: dict[str, Columns] = {}

@@ -2,8 +2,6 @@
 sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -45,7 +43,7 @@ class Choice:
     """The seed of their order. True means the seed of the scan, False the order of the files."""
     skip: int = 0  # how many of the first documents are left out, in their order
 
-    def resolved(self, seed: int) -> Choice:
+    def resolved(self, seed: int) -> "Choice":
         """The choice for a scan with this seed, in which `shuffle` is no longer True."""
         return replace(self, shuffle=seed) if self.shuffle is True else self
 

@@ -5,8 +5,6 @@ small index. It says where to look; the documents of a portion, a block, are rea
 it is. The portions of a shuffled corpus are one block together.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import zlib
@@ -186,7 +184,7 @@ class SequenceIndex:
             return False
         return len(self) >= self.enough
 
-    def ended(self) -> SequenceIndex:
+    def ended(self) -> "SequenceIndex":
         """The index when its last portion was added: it ends with the last sequence needed."""
         if self.corpus.choice.shuffled and self.portions:
             index = copy.copy(self)
@@ -195,7 +193,7 @@ class SequenceIndex:
             return index
         return self if self.enough is None else self.up_to(self.enough)
 
-    def up_to(self, sequences: int) -> SequenceIndex:
+    def up_to(self, sequences: int) -> "SequenceIndex":
         """The index of the first `sequences`, without the documents behind the last of them.
 
         Such documents lie in the store because another scan needed them. What a run says of its
@@ -220,7 +218,7 @@ class SequenceIndex:
 
     # Reading it
 
-    def block(self, number: int) -> DocumentBlock:
+    def block(self, number: int) -> "DocumentBlock":
         """The documents of a block."""
         for known, block in self._blocks:
             if known == number:
@@ -230,7 +228,7 @@ class SequenceIndex:
         self._blocks.append((number, block))
         return block
 
-    def _portion_block(self, number: int) -> DocumentBlock:
+    def _portion_block(self, number: int) -> "DocumentBlock":
         """The documents that the scan takes from one portion, in the order of the files."""
         place, choice = self.places[number], self.corpus.choice
         is_last = number == len(self.portions) - 1
@@ -270,7 +268,7 @@ class SequenceIndex:
         taken = pa.table(columns).filter(pa.array(is_taken)).combine_chunks()
         return DocumentBlock(self, taken, Counter(name or "" for name in others))
 
-    def _shuffled_block(self) -> DocumentBlock:
+    def _shuffled_block(self) -> "DocumentBlock":
         """The documents of all portions in random order, which depends on the seed alone."""
         blocks = [self._portion_block(number) for number in range(len(self.portions))]
         table = pa.concat_tables(block.table for block in blocks)
@@ -346,7 +344,7 @@ class SequenceIndex:
         ((number, first, end),) = self._in_blocks(sequence, sequence + 1)
         return number, int(self.block(number).pieces(first, end).document[0])
 
-    def problem_of(self, block: DocumentBlock, document: int) -> str:
+    def problem_of(self, block: "DocumentBlock", document: int) -> str:
         """A bad document, with its place and its problem."""
         place = self.corpus.sources[block.source[document]].place_of(int(block.row[document]))
         return f"{place} ({printable(block.table['problem'][document].as_py() or '')})"

@@ -10,8 +10,6 @@ All documents of the files are kept, also those that a scan does not take. So ev
 the same files and fields with the same tokenizer finds its tokens here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -91,7 +89,7 @@ class TokenStore:
     d_vocab: int  # one more than the largest token id of the tokenizer
 
     @classmethod
-    def of(cls, corpora: Place, tokenizer: TextTokenizer, reading: Reading) -> TokenStore:
+    def of(cls, corpora: Place, tokenizer: TextTokenizer, reading: Reading) -> "TokenStore":
         """The store under `corpora` for what a tokenizer makes of some fields."""
         identity = [FORMAT, tokenizer.fingerprint, tokenizer.library]
         content = json.dumps([*identity, reading.text_field, reading.fields, reading.before])
@@ -101,7 +99,7 @@ class TokenStore:
         )
 
     @classmethod
-    def read(cls, folder: Place) -> TokenStore | None:
+    def read(cls, folder: Place) -> "TokenStore | None":
         """The store in a folder, or None; refuse one of another version, or a broken one."""
         try:
             description = json.loads((folder / STORE_FILE).read_bytes())
@@ -327,7 +325,7 @@ def read_record(store: TokenStore, portion: Portion) -> PortionRecord:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def open_portion(store: TokenStore, portion: Portion) -> PortionFile:
+def open_portion(store: TokenStore, portion: Portion) -> "PortionFile":
     """An open portion. A process keeps the last ones that it used."""
     return PortionFile(store, portion)
 
