@@ -14,11 +14,7 @@ HELD: dict[str, bytes] = {}
 
 
 class HeldFiles(PyArrowFileIO):
-    """Keeps what is written in memory; everything else is read where it lies.
-
-    Metadata of a table names its own files with their final places. So they cannot be written
-    beside these and renamed later, as other exports are.
-    """
+    """Keeps what is written in memory: metadata of a table names files with their final places."""
 
     def new_output(self, location: str) -> OutputFile:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A file that will be held."""

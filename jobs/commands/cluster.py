@@ -444,11 +444,7 @@ def calibrate(
 
 
 def run_directory(run: str, runs: str) -> RunDirectory:
-    """Find a run by its path, by its address in a store, or by its name or id.
-
-    Both are looked for in the directory `runs`. A path becomes absolute, because the process may
-    change its directory later.
-    """
+    """The run at a path or address, or with a name or id in `runs`; absolute, as processes move."""
     from headcount.jobs.upkeep.status import runs_in
     from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import RunDirectory

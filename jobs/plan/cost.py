@@ -68,11 +68,7 @@ def threads_of(device: str, replicas: int) -> int | None:
 
 
 class Rehearsal:
-    """A replica that measures what a scan will cost.
-
-    Making one settles how each intervention will be measured on the scan's device, which another
-    machine may have. What cannot run there is refused.
-    """
+    """Measures what a scan will cost, settled for its device, which another machine may have."""
 
     def __init__(
         self, scan: Scan, info: ModelInfo, device: str = "auto", replicas: int = 1

@@ -108,11 +108,7 @@ def make_plan(
     preparation: Preparation = HERE,
     new: bool = False,
 ) -> Plan:
-    """Plan the newest run of a scan that measures the same, or a run of its own if there is none.
-
-    With `new` it is always another run. `run_id` names an existing run, which the scan must fit.
-    `preparation` makes the tokens of a corpus ready.
-    """
+    """Plan the newest run of a scan that measures the same, or with `new` one of its own."""
     resolved = resolve(scan)
     run = RunDirectory.of(scan.out, resolved.scan.run_id(name) if run_id is None else run_id)
     if run_id is None:
@@ -295,11 +291,7 @@ def _on_disk(name: str) -> Path | None:
 
 @contextmanager
 def where_begun(run: RunDirectory, overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Work in the directory that a run's names are meant from; yields the overrides.
-
-    If it is gone, they are meant from the working directory. Overrides are the user's, so the names
-    in them are made absolute first.
-    """
+    """Work where a run's names are meant from, if it is there; yields overrides made absolute."""
     absolute_overrides = list(map(_absolute_override, overrides))
     begun_in = run.manifest().begun_in
     with chdir(begun_in if os.path.isdir(begun_in) else os.getcwd()):

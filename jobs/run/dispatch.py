@@ -319,11 +319,7 @@ class _Dispatcher:
         replica.readiness = replica.actor.ready.remote()
 
     def _end_start(self, replica: _RemoteReplica, reference: ray.ObjectRef) -> None:
-        """Count a replica as loaded, or wait for the next one if it died before.
-
-        Ray starts an actor again that died. If its constructor raised, it would raise anywhere and
-        every time, so that is an error at once.
-        """
+        """Count a replica as loaded, or wait for the next one; raise if its constructor raised."""
         try:
             place: ReplicaPlace = ray.get(reference)
         except ray.exceptions.ActorUnavailableError:

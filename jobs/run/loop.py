@@ -158,11 +158,7 @@ def tokens_of(plan: Plan, shards: np.ndarray) -> int:
 
 
 def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
-    """The shards that have no commit, and those with files that are not as committed.
-
-    Files are compared by name and size, or by content to `verify` them. The commits of damaged
-    shards are taken out of the commit log: a replica does not measure a shard that is committed.
-    """
+    """The shards without a commit, and those with damaged files, which leave the commit log."""
     run, manifest = plan.run, plan.manifest
     commit_log = run.commit_log(["stop", *(BY_CONTENT if verify else BY_SIZE)])
     shards = commit_log["shard"].to_numpy()

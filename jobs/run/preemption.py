@@ -115,11 +115,7 @@ def _exit() -> None:
 
 
 def gone_nodes(node_ids: set[str]) -> set[str]:
-    """Which of some nodes are dead, even if Ray's head has not noticed it yet.
-
-    The head notices by missed heartbeats, 15 s later. Ray's process on a dead node does not accept
-    connections any more.
-    """
+    """Which of some nodes are dead: they take no connections 15 s before Ray's head notices."""
     alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
     hosts = [node["NodeManagerAddress"] for node in alive]
     ports = [node["NodeManagerPort"] for node in alive]

@@ -29,11 +29,7 @@ class _ScanFacts(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Everything that made the run, resolved.
-
-    `identity` never changes. A run grows in `shards` and `sequences`. The other fields are for the
-    record.
-    """
+    """What made the run, resolved: `identity` never changes, `shards` and `sequences` may grow."""
 
     model_config = ConfigDict(frozen=True)
     layout: Literal[5]  # the layout of the run's files, `LAYOUT`

@@ -162,11 +162,7 @@ class InputFamily(Entry):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of its code, and of its partner's.
-
-        That of a family of text covers the code that lists files. The code that reads them is
-        covered by the fingerprint of all code.
-        """
+        """A digest of its code, of its partner's and, if it reads text, of what lists files."""
         partners = [] if self.partner is None else [INPUTS[self.partner].function]
         code = fingerprint(self.function, *partners)
         # Another stream draws other numbers with the same code.

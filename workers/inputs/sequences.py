@@ -172,11 +172,7 @@ class Sequences:
 
     @cached_property
     def reads_text(self) -> bool:
-        """Whether the sequences depend on the tokenizer.
-
-        Those of a corpus do. Those of a synthetic family do if it asks for the tokenizer while its
-        first sequence is drawn.
-        """
+        """Whether sequences depend on the tokenizer: a corpus's, and those drawn with it."""
         if self.corpus is not None:
             return True
         self._drawn(self.family, range(1))

@@ -163,11 +163,7 @@ class Corpus:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it.
-
-        Sizes are left out, because files may grow or be repaired. The index says whether the
-        sequences are still the same.
-        """
+        """What a run's manifest keeps of it: no sizes, which may grow; the index sees changes."""
         sources: list[dict[str, Any]] = []
         for source in self.sources:
             fields = asdict(source)

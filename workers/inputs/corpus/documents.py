@@ -417,11 +417,7 @@ def open_hub(name: str, split: str) -> Any:  # noqa: ANN401 (datasets has few ty
 
 
 def hub_version(name: str, split: str) -> str:
-    """Identifies what a data set holds, without reading it.
-
-    It covers how the data set is read and every file: its commit on the Hub, or when a local file
-    was changed.
-    """
+    """What identifies a data set unread: how it is read, and its commit or its files' times."""
     from datasets import load_dataset_builder
 
     with _refusing_to_open(name, split):

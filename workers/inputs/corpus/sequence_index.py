@@ -194,11 +194,7 @@ class SequenceIndex:
         return self if self.enough is None else self.up_to(self.enough)
 
     def up_to(self, sequences: int) -> "SequenceIndex":
-        """The index of the first `sequences`, without the documents behind the last of them.
-
-        Such documents lie in the store because another scan needed them. What a run says of its
-        corpus must not depend on that.
-        """
+        """The index of the first `sequences`, without later documents that other scans need."""
         # Of a shuffled corpus every document is needed, because any may come first.
         if self.corpus.is_read_whole or not 0 < sequences <= len(self):
             return self
