@@ -9,8 +9,7 @@ from typing import Any
 from pyiceberg.io import InputFile, OutputFile
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-HELD: dict[str, bytes] = {}
-"""Content by location. It is filled by one export at a time, which takes it out again."""
+HELD: dict[str, bytes] = {}  # content by location, filled and emptied by one export at a time
 
 
 class HeldFiles(PyArrowFileIO):

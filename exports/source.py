@@ -51,14 +51,11 @@ class ExportSource:
     format: ExportFormat
     options: Options
     destination: Place  # where the file or folder will be, for formats that depend on its name
-    baseline: "ExportSource | None" = None
-    """The second run, if the format needs one (`Needs.baseline`)."""
-    split: tuple[int, int] | None = None
-    """Which half of which split of the documents `sums` are over. None: all documents."""
+    baseline: "ExportSource | None" = None  # the second run, if `Needs.baseline` asks for one
+    split: tuple[int, int] | None = None  # which half of which split `sums` are over
     known_sums: dict[str, DocumentSums] = field(default_factory=dict, repr=False)
     """What was read already: halves are parts of it."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where a format measures what it needs beside the run (`exports.confirmation`)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where more is measured (`confirmation`)
 
     @property
     def run_id(self) -> str:

@@ -16,10 +16,8 @@ Device = Literal["auto", "cpu", "cuda"]
 class Resources:
     """Number, cores and device of the replicas, and the cluster that they run on."""
 
-    replicas: int = 1
-    """Models in actors of their own; 0 means a single one in this process, without Ray."""
-    cores: int = 0
-    """Cores of each replica. 0 divides the cores of this machine, and means 1 on a cluster."""
+    replicas: int = 1  # actors, a model in each; 0 is one in this process, without Ray
+    cores: int = 0  # of each replica; 0 divides this machine's, and is 1 on a cluster
     device: Device = "auto"  # auto means a GPU for each replica if Ray has as many, else CPU cores
     address: str | None = None
     """Address of a Ray cluster. None starts Ray on this machine, or joins the cluster that this job

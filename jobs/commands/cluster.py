@@ -49,11 +49,8 @@ commands = typer.Typer(rich_markup_mode=None)
 
 SILENCE_SECONDS = 10.0  # say so if a store has not answered for this long
 
-DRAWN_HEADS, DRAWN_SEQUENCES = 20, 64
-"""How many heads are measured, and on how many sequences, if nobody says."""
-
-SENTENCE_END = re.compile(r"(?<![. ])\. ")
-"""A point and a space, which are no part of a range such as `low .. high`."""
+DRAWN_HEADS, DRAWN_SEQUENCES = 20, 64  # heads and sequences that are measured by default
+SENTENCE_END = re.compile(r"(?<![. ])\. ")  # a point and a space, but not that of `low .. high`
 
 REGISTRIES = {
     "statistics": ("schemas.statistics", "STATISTICS"),

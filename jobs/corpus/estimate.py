@@ -31,8 +31,7 @@ class CorpusEstimate:
     tokens_missing: int  # tokens that the scan needs and the store does not have
     seconds: float  # to prepare them on this machine, in one process
     bytes: int  # that they will take in the store
-    is_least: bool
-    """Whether the corpus may be far larger: nobody knows the size of a data set of the Hub."""
+    is_least: bool  # whether it may be far larger: nobody knows the size of Hub data
 
 
 def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | None:

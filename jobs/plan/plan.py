@@ -44,8 +44,7 @@ REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 PLACES = ("model", *(f"input.{option}" for option in FILE_OPTIONS))
 """Fields of a scan that say where something lies. What lies there is known by its content."""
 
-SETTABLE = (*REMEMBERED, *PLACES)
-"""Fields of a scan that may change when a run continues. More sequences extend it."""
+SETTABLE = (*REMEMBERED, *PLACES)  # what may change when a run continues
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,11 @@ class Plan:
     sequences: Sequences
     run: RunDirectory
     manifest: Manifest  # as it will be when the run continues
-    previous_manifest: Manifest | None
-    """As it lies in the run's directory now; none if the run has not begun."""
+    previous_manifest: Manifest | None  # as it lies there now; none if not begun
     code: str  # fingerprint of the code here, which may differ from the code that began the run
     requested_sequences: int  # how many sequences were asked for; the run may have more
-    corpus: RunCorpus | None = None
-    """What the run keeps of its corpus; none if it has none, or if it is only estimated."""
-    has_new_index: bool = False
-    """Whether the corpus grew, was mended or moved, so that the run keeps another record of it."""
+    corpus: RunCorpus | None = None  # what the run keeps of it; none if only estimated
+    has_new_index: bool = False  # whether the corpus grew, was mended or moved
     estimate: CorpusEstimate | None = None
     """What the corpus probably holds, if its tokens are not ready and only a cost is asked for.
     Then `sequences` are those of a sample.

@@ -38,8 +38,7 @@ class LeaveNotice:
     """
 
     def __init__(self) -> None:
-        self.is_loaded = False
-        """Whether the process has something to finish. One that is still loading exits at once."""
+        self.is_loaded = False  # one that is loading has nothing to finish: it exits at once
         self._reason = ""
         self._told = threading.Event()
         self._calls = 0

@@ -12,8 +12,7 @@ from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import counted
 from headcount.schemas.files.commit import Commit, Failure
 
-Show = Callable[[str, float | None], None]
-"""Shows words, and the share that is done; None if nobody knows how much there is."""
+Show = Callable[[str, float | None], None]  # words and a share, None if unknown
 
 QUIET_SECONDS = 10.0  # seconds between two lines if the console is not a terminal
 

@@ -8,12 +8,10 @@ from headcount.queries.sql_text import quoted_name
 BINS = 128  # Bins of an axis. A brush begins and ends at their edges.
 DRAWN_BINS = BINS // 2  # bins that a histogram draws: each is two bins of the axis
 
-FILLED_SHARE = 1 / 3
-"""An axis shows the whole range of a statistic if the values fill this share of it."""
+FILLED_SHARE = 1 / 3  # of a range: an axis shows it whole if values fill so much
 
 
-NEAR_ZERO = 0.25
-"""An axis begins at zero if the smallest value is nearer to it than this share of the width."""
+NEAR_ZERO = 0.25  # an axis begins at 0 if the smallest value is so near, in widths
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
 LABELLED_HEADS = 10  # heads of a scatter plot that may have a label
 
-MOST_DETAILED_CELLS = 60_000
-"""Heads times statistics, over all sections, whose distributions and subsets fit into one file."""
+MOST_DETAILED_CELLS = 60_000  # heads times statistics that one file details
 
 MOST_EXCERPTS = 2_400  # excerpts of texts in one file
 

@@ -29,13 +29,11 @@ DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"
 """Names of the folders and files of data. A commit that names another path is damaged."""
 
-BY_SIZE = ["files.path", "files.bytes"]
-"""Columns of a commit log that `files_damaged_by_size` reads."""
+BY_SIZE = ["files.path", "files.bytes"]  # what `files_damaged_by_size` reads
 
 BY_CONTENT = ["stop", "files"]  # columns of a commit log that `examined_files` reads
 
-ROUNDING = 0.01
-"""How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
+ROUNDING = 0.01  # share of a bound by which a value may pass it: bfloat16's is 0.4 %
 
 
 Bounds = Mapping[str, tuple[float, float]]
@@ -147,8 +145,7 @@ def _actual_sizes(directory: Place, paths: pa.ChunkedArray) -> np.ndarray:
     return np.where(found["name"] == wanted, found["size"], GONE)
 
 
-NOT_OURS, GONE = -2, -1
-"""Stand for the size of a path that no file of a run has, and of a file that does not exist."""
+NOT_OURS, GONE = -2, -1  # in place of the size of a path that is none of ours, or is gone
 
 
 def _size_problem(actual: int, committed: int) -> str:

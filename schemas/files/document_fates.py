@@ -16,8 +16,7 @@ FATES = ("used", "too short", "empty", "bad", "skipped", "not needed")
 
 OTHER = "not asked for"  # what becomes of a document that `where` does not select
 
-SHOWN_PARTS = 50
-"""Parts of a corpus with a count of their own. The smaller ones are counted together."""
+SHOWN_PARTS = 50  # with a count of their own; smaller ones are counted together
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ and v are in the cache, and again at the end of the layer, with `resid_post`. In
 what `read_late` does not name. Nothing outlives its layer.
 """
 
-OnFinal = Callable[[Tensor], None]
-"""Called with the stream after the last norm `[batch pos d_model]`, behind predictions."""
+OnFinal = Callable[[Tensor], None]  # takes the last norm's output `[batch pos d_model]`
 
 
 class StopPass(Exception):

@@ -30,8 +30,7 @@ from headcount.workers.model.bare_modules import MLP, child_of_each, mlps_in_pie
 from headcount.workers.model.model import Model, at_least_float32
 from headcount.workers.model.rotations import Rotation
 
-ModuleOutput = Tensor | tuple[Any, ...]
-"""What a module returns: a tensor, or a tuple that begins with it."""
+ModuleOutput = Tensor | tuple[Any, ...]  # a tensor, or a tuple that begins with it
 
 
 class FusedEngine(Engine):
@@ -44,8 +43,7 @@ class FusedEngine(Engine):
     ) -> None:
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
         super().__init__(model, precision)
-        self.questions: set[str] = set()
-        """Questions that every sweep answers on its way; patterns add what they are asked."""
+        self.questions: set[str] = set()  # those that every sweep answers on its way
         # The facts of the layers were held against the model's own attention when it was loaded.
         problem = model.attention_problem
         if problem is not None:

@@ -73,12 +73,10 @@ class Draw:
     length: int  # tokens to return: n_ctx, less the beginning-of-sequence token
     ordinary: np.ndarray  # token ids of the vocabulary without the special tokens
     sequence: int  # index of the sequence in the scan
-    load_tokenizer: Callable[[], Tokenizer]
-    """Returns the model's tokenizer. Loaded on demand, because a model may have none."""
+    load_tokenizer: Callable[[], Tokenizer]  # called on demand: a model may have none
     low: int = 0
     high: int | None = None
-    distinct: bool = False
-    """Options of the scan: which ordinary tokens are drawn, and whether none is drawn twice."""
+    distinct: bool = False  # of the scan: whether no token is drawn twice
 
     def ids(self, least: int = 1, without: ArrayLike = ()) -> np.ndarray:
         """The ordinary token ids in `low .. high-1`, but for some; too few are refused."""
@@ -131,14 +129,12 @@ class InputFamily(Entry):
     """Families of one stream draw the same numbers for the same seed and sequence; a family
     without one has its own.
     """
-    draws: Callable[..., None] | None = None
-    """What has the options that the draw follows: `token_range`, or another one."""
+    draws: Callable[..., None] | None = None  # has the draw's options, as `token_range`
     partner: str | None = None
     """The family whose sequence of the same number is the partner, from whose run an intervention
     may take something; it has the same stream and options.
     """
-    is_endless: bool = False
-    """Whether a family of text has as many sequences as a scan asks for: it counts tokens."""
+    is_endless: bool = False  # whether it counts tokens and has any number of sequences
 
     @property
     def synthetic(self) -> bool:

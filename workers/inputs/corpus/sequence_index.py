@@ -32,8 +32,7 @@ from headcount.workers.inputs.store.token_store import (
     open_portion,
 )
 
-BLOCKS_IN_MEMORY = 4
-"""Blocks of documents that are kept. They hold no tokens. A shard seldom spans more than two."""
+BLOCKS_IN_MEMORY = 4  # of documents, without tokens; a shard spans two at most, mostly
 
 NAMED_PROBLEMS = 1000  # bad rows that are named; the others are counted
 SKIPPED = -2  # number of tokens of a document that `skip` leaves out
@@ -42,8 +41,7 @@ SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
 
 
-Origin = dict[str, list[Any]]
-"""Where sequences came from: columns of the table `sequences`, by name."""
+Origin = dict[str, list[Any]]  # columns of `sequences` about where they came from
 
 
 class PortionPlace(NamedTuple):
@@ -63,10 +61,8 @@ class Findings:
 
     fates: Fates
     bad_in_a_row: int  # the largest number of bad documents one after the other
-    problems: tuple[str, ...]
-    """The first bad documents in the order of the files, each with its problem."""
-    carried: tuple[int, ...]
-    """For each field that is carried into `sequences`: how many documents have it."""
+    problems: tuple[str, ...]  # of the first bad documents, in order of the files
+    carried: tuple[int, ...]  # how many documents have each carried field
 
     @property
     def bad(self) -> int:
@@ -102,15 +98,11 @@ class SequenceIndex:
         self.enough = enough
         self.most_bad_in_a_row = most_bad_in_a_row
         self.portions: list[Portion] = []
-        self.contents: list[str] = []
-        """Of each portion: identifies its documents and tokens, wherever its files lie."""
-        self.places = [PortionPlace()]
-        """Of each portion where it lies in the corpus, and of what would come behind the last."""
+        self.contents: list[str] = []  # identify documents and tokens of portions
+        self.places = [PortionPlace()]  # of portions, and of the one behind them
         self.ends: list[int] = []  # of each block: how many sequences it has with those before it
-        self.unmeasured = 0
-        """Tokens at the ends of portions that are left over when joined documents are cut."""
-        self.last_documents: int | None = None
-        """How many documents of the last portion count; None means all."""
+        self.unmeasured = 0  # tokens left over at the ends of joined portions
+        self.last_documents: int | None = None  # of the last portion that count; None: all
         self.token_counts: np.ndarray | None = None
         """`[token]`, how often the documents have each; None unless tokens are drawn so."""
         if corpus.counted is not None:
