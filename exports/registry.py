@@ -120,7 +120,7 @@ class ExportFormat(Entry):
     example: str  # a path that a user might write it to
     load: str  # Python that loads what was written to that path. A test runs it.
     measures: bool = False  # whether it measures more than the run has, in a run beside it
-    needs_of: Callable[..., Needs] | Needs  # or a function of the options that it takes by name
+    needs_of: Callable[..., Needs] | Needs  # what it needs, or a function of named options
 
     @cached_property
     def name(self) -> str:

@@ -51,7 +51,7 @@ after the pass: in every forward pass, from what the model predicts.
 from the weights: once in a run, from the untouched weights.
 """
 
-CALIBRATED = "measured_by"  # fact: the intervention whose change of loss it estimates
+CALIBRATED = "measured_by"  # the fact that names the intervention whose effect is estimated
 
 P = ParamSpec("P")
 
@@ -66,9 +66,9 @@ class Formula(Entry):
     uniform_baseline: bool = False  # whether `sequences` stores that of uniform attention
     standard: bool = False  # whether a scan that does not name statistics measures it
     per_token: bool = False  # whether it is a list with a value for each of `tokens`
-    defined: Callable[..., Any] | None = None  # where it has a value; None is always
-    of_directions: bool = False  # whether it reads directions alone: zeros have none
-    missing: str = ""  # what a layer may lack to have no value: it ends "NULL if …"
+    defined: Callable[..., Any] | None = None  # rule where it has a value; None: everywhere
+    of_directions: bool = False  # whether it reads only directions, which zeros have not
+    missing: str = ""  # what a layer may lack so that it has no value: the end of "NULL if …"
     measured_by: str = ""  # the intervention whose change of loss it estimates
     arguments: Arguments = ()  # every option of the function, with a value
 
@@ -187,7 +187,7 @@ class Kind(Registry[Formula]):
     axes: Sequence[str] = ("",)  # what the formulas may run over
     may_have_options: bool = False
     averaged: bool = False  # whether mean and spread over a shard are stored, not values
-    named_by: str | None = None  # column of names of formulas; if none, each is one
+    named_by: str | None = None  # column with names of formulas; None: each is a column
     sets: tuple[str, ...] = ()
     """Words that a scan may write in place of a list of names, or in the list: standard, all (that
     a forward pass gives) and effects (all that need a backward pass).

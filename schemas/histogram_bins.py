@@ -19,7 +19,7 @@ BINS_PER_OCTAVE = 16  # bins between a value and its double, each 2^(1/16) - 1 =
 SMALLEST_OCTAVE = -40  # values below 2^-40 in size are in bin 0
 LARGEST_OCTAVE = 64  # values of at least 2^64 in size are in the last bin, which has no end
 
-LAST_BIN = (LARGEST_OCTAVE - SMALLEST_OCTAVE) * BINS_PER_OCTAVE + 1  # of logarithmic ones
+LAST_BIN = (LARGEST_OCTAVE - SMALLEST_OCTAVE) * BINS_PER_OCTAVE + 1  # the last logarithmic one
 
 
 @dataclass(frozen=True)

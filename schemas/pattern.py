@@ -28,7 +28,7 @@ else:
     # What formulas get and return; who reads what data means need not install torch.
     Tensor = Any
 
-TIE = 1e-5  # share of the largest value within which others tie: it is rounding
+TIE = 1e-5  # share of the largest value within which others tie: their order is rounding
 
 
 def first_of_largest(values: Tensor) -> Tensor:

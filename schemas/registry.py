@@ -25,7 +25,8 @@ Argument: TypeAlias = int | float | str  # a number, or a name
 REQUIRED = inspect.Parameter.empty  # the default of an option that has none
 CALL = re.compile(r"(\w+)(?:\(([^()]*)\))?")  # a name, and its arguments if it has some
 
-ITEM = re.compile(r"^\* `(\w+)`: (.+(?:\n  .+)*)\n?", re.MULTILINE)  # a docstring's of an option
+ITEM = re.compile(r"^\* `(\w+)`: (.+(?:\n  .+)*)\n?", re.MULTILINE)
+"""What an item of a docstring says of an option."""
 
 WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")

@@ -28,7 +28,7 @@ from headcount.workers.replica import Replica
 MOST_TOKENS = 16_384  # of a batch
 MOST_N_CTX = 1024  # tokens of a sequence if nobody says how many
 
-TOLERANCE = 0.02  # of recall that a cut may cost, and of loss that it may add
+TOLERANCE = 0.02  # share of recall that a cut may cost, and of loss that it may add
 
 SEARCHED_TOLERANCE = TOLERANCE / 2
 """The same while a number of heads is looked for: on other sequences it may be a little worse."""

@@ -267,7 +267,7 @@ class _Sequences(NamedTuple):
     tokens: np.ndarray
     masks: Mapping[str, np.ndarray]  # where each label stands, by label
     partner: np.ndarray | None  # their partners, if the intervention needs them
-    untouched: Tensor | None  # its `final_stream`, if predictions read it
+    untouched: Tensor | None  # the untouched model's `final_stream`, if predictions read it
     final_streams: list[Tensor]  # takes the `final_stream` of each batch
 
 
@@ -300,11 +300,11 @@ def too_large_for_a_gpu(model: str, dtype: torch.dtype, memory: int) -> str:
 
 
 FIRST_TOKENS = {"cpu": 2048, "cuda": 16384}  # of the first pass, if the size is searched
-MOST_TOKENS = {"cpu": 16384, "cuda": 1 << 20}  # of a pass: more gains nothing on a CPU
+MOST_TOKENS = {"cpu": 16384, "cuda": 1 << 20}  # of a pass: a larger one gains nothing on a CPU
 
 REQUIRED_GAIN = 1.05  # a larger batch has to be this much faster to be used
 
-TRIALS = 2  # passes of each size that is compared; the first warms up
+TRIALS = 2  # passes of each size while sizes are compared; the first lays out memory
 
 
 class BatchSize:

@@ -60,7 +60,7 @@ class Plan:
     code: str  # fingerprint of the code here, which may differ from the code that began the run
     requested_sequences: int  # how many sequences were asked for; the run may have more
     corpus: RunCorpus | None = None  # what the run keeps of it; none if only estimated
-    has_new_index: bool = False  # whether the corpus grew, was mended or moved
+    has_new_index: bool = False  # whether the corpus grew, was mended or moved: a new record of it
     estimate: CorpusEstimate | None = None
     """What the corpus probably holds, if its tokens are not ready and only a cost is asked for.
     Then `sequences` are those of a sample.

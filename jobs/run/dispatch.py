@@ -148,7 +148,7 @@ class _Dispatcher:
         self.plan = plan
         self.resources = resources
         self.say = say
-        self.is_open = np.zeros(plan.manifest.shards, bool)  # shards that need an outcome
+        self.is_open = np.zeros(plan.manifest.shards, bool)  # whether a shard needs an outcome
         self.is_open[shards] = True
         self.n_shards = self.open_count = len(shards)
 

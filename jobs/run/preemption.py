@@ -38,7 +38,7 @@ class LeaveNotice:
     """
 
     def __init__(self) -> None:
-        self.is_loaded = False  # one that is loading has nothing to finish: it exits at once
+        self.is_loaded = False  # while it is loading there is nothing to finish: it exits at once
         self._reason = ""
         self._told = threading.Event()
         self._calls = 0

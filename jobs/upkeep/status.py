@@ -22,7 +22,7 @@ from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.places import Place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs, holds_whole_shard, pc
 
-RECENT = timedelta(minutes=10)  # before the last commit: whose commits say a replica's speed
+RECENT = timedelta(minutes=10)  # a speed is of commits this long before the run's last
 
 REASONS = 10  # failures and damaged files that are read and shown; the others are counted
 
@@ -55,7 +55,7 @@ class Status:
     run: str
     begun: bool = True  # Whether it has a manifest. Before, only its drivers are known.
     complete: bool = False
-    phase: str | None = None  # of its drivers, or why the last ended; none without any
+    phase: str | None = None  # what its drivers do, or why the last one ended; none without any
     model: str = "-"
     input: str = "-"
     created: str = "-"

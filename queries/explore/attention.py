@@ -30,7 +30,7 @@ class Attention(Query):
     head: Head
     sequence: NonNegativeInt
     statistic: str | None = None  # the statistic whose keys are marked
-    start: NonNegativeInt | None = None  # of the shown ones; None is just before the marked
+    start: NonNegativeInt | None = None  # first token that is shown; None: before a marked one
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Only curves are as large as the rows."""

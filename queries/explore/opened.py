@@ -29,7 +29,7 @@ from headcount.schemas.files.places import place
 from headcount.schemas.files.tables import CURVES, HEADS, PROFILES, ROLLUPS, SEQUENCES
 from headcount.schemas.scans.kinds import OF_MERGED
 
-LARGE_RUN_ROWS = 20_000_000  # of an intervention: beyond these, brushes read a sample
+LARGE_RUN_ROWS = 20_000_000  # of one intervention; with more, brushes read a sample
 
 AXIS_ROWS = 50_000  # rows of the first sequences from which the ends of an axis are taken, about
 TAIL = 0.0005  # share of the values that lie beyond each end of an axis
@@ -45,7 +45,7 @@ FIRST_STATISTICS = (
 """Statistics that a page shows first, if a run has them. It shows as many of others if not."""
 
 
-Ends: TypeAlias = tuple[float | None, float | None]  # of an axis; None without values
+Ends: TypeAlias = tuple[float | None, float | None]  # of an axis: low, high; None without values
 
 
 class PageRuns:

@@ -61,11 +61,11 @@ class RunFacts:
     interventions: tuple[str, ...]
     statistics: tuple[str, ...]
     uniform_baseline: frozenset[str] = frozenset()  # statistics that have one in `sequences`
-    axes: dict[str, Axis] = field(default_factory=dict[str, Axis])  # of what was asked for
+    axes: dict[str, Axis] = field(default_factory=dict[str, Axis])  # by statistic asked for
     every: int = 1  # in a large run, brushes and histograms read one of so many sequences
     has_rollups: bool = False  # whether means come from roll-ups and not from rows
-    has_large_sample: bool = False  # whether it suffices for the ends of axes
-    sample: str | None = None  # its table, under a query's intervention, once read
+    has_large_sample: bool = False  # whether the sample of a merge suffices for ends of axes
+    sample: str | None = None  # table of that sample, under a query's intervention, once read
     profiles: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Profiles by lag, key or query that the run averaged over sequences."""
     kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
@@ -253,7 +253,7 @@ class Heatmap(Query):
     kind: Literal["heatmap"]
     head: Head | None = None
     statistic: str | None = None  # None is all of them
-    changes: bool = False  # what an intervention changes in them, over pairs of one sequence
+    changes: bool = False  # instead: what an intervention changes, over pairs of one sequence
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Pairs of rows are in no roll-up."""

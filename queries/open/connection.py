@@ -91,7 +91,7 @@ class OpenedRuns:
         paths = [(run.directory.path, run) for run in self.runs]
         return [(path, run.done) for path, run in paths if isinstance(path, StorePath)]
 
-    lock: Lock = field(default_factory=Lock)  # while views are made: threads share them
+    lock: Lock = field(default_factory=Lock)  # held while views are made: threads share them
 
 
 OPENED: WeakKeyDictionary[duckdb.DuckDBPyConnection, OpenedRuns] = WeakKeyDictionary()

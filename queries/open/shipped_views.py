@@ -41,7 +41,7 @@ class ShippedViews:
     """
 
     queries: dict[str, NamedQuery]
-    created: set[str] = field(default_factory=set[str])  # that answer, or say why not
+    created: set[str] = field(default_factory=set[str])  # views that answer, or say why not
     reasons: dict[str, str] = field(default_factory=dict[str, str])  # why some cannot be answered
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     """The column that a view needs and no run has, by name of the view."""

@@ -15,7 +15,7 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.packages import PACKAGE
 
 PAGE = PACKAGE / "queries" / "page" / "shared"  # what pages share with the explorer
-TEMPLATES = PACKAGE / "queries" / "page" / "report"  # layouts and scripts of the others
+TEMPLATES = PACKAGE / "queries" / "page" / "report"  # layouts and scripts of report and card
 
 DRAWING = ("colours.js", "draw.js", "data.js")
 CARD = (*DRAWING, "behind.js", "histogram.js", "card.js")

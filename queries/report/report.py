@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 LABELLED_HEADS = 10  # heads of a scatter plot that may have a label
 
-MOST_DETAILED_CELLS = 60_000  # heads times statistics that one file details
+MOST_DETAILED_CELLS = 60_000  # heads times statistics whose details fit into one file
 
 MOST_EXCERPTS = 2_400  # excerpts of texts in one file
 

@@ -32,7 +32,7 @@ from headcount.schemas.scans.measured_heads import Head
 
 MEANS = ("mean", "standard_error", "minimum", "maximum")
 COUNTS = ("count", "documents", "undefined")
-NUMBERS = (*MEANS, *COUNTS)  # of a statistic of a head; the error is over documents
+NUMBERS = (*MEANS, *COUNTS)  # of a statistic of a head; standard_error is over documents
 
 Numbers: TypeAlias = dict[str, Array]
 """By column, [statistic layer head]: MEANS are NaN where they are undefined, COUNTS are uint32."""
@@ -79,7 +79,7 @@ class Section:
     uniform_baseline: dict[str, float | None]  # of uniform attention, on the same sequences
     histograms: dict[str, Histograms] = field(default_factory=dict[str, Histograms])  # by statistic
     subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])  # by subset of the Pile
-    changes: Numbers | None = None  # by the intervention, over pairs of one sequence
+    changes: Numbers | None = None  # what the intervention changes, over pairs of one sequence
     curves: list[Curve] = field(default_factory=list[Curve])
 
     def percentile(self, statistic: int, head: Head) -> float:

@@ -17,7 +17,7 @@ class DataFile(BaseModel):
     path: str
     rows: int  # rows of this shard
     bytes: int  # size of the file
-    shards: int = 1  # with rows in the file; more than one after `headcount compact`
+    shards: int = 1  # number of shards with rows in it; more than one after `headcount compact`
     digest: str  # digest of the content (`schemas.files.digests`)
 
 

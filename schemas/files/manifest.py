@@ -15,7 +15,7 @@ Meanings = dict[str, dict[str, str]]  # fingerprint by name, by the field that d
 
 Location = str | list[str]  # a place, or several of them, as a scan names them
 
-LAYOUT: Final = 5  # of a run's files; the next when other code would misread them
+LAYOUT: Final = 5  # of a run's files; a change that other code would misread has the next
 
 
 class _ScanFacts(BaseModel):
@@ -42,15 +42,15 @@ class Manifest(BaseModel):
     bad_rows_in_a_row: int = 100
     corpora: str | None = None
     calibrates: str | None = None  # the run beside which it measures losses
-    kinds: Records  # of each formula, by field of `KINDS` and name
+    kinds: Records  # what each formula is, by field of the scan (`KINDS`) and name
     inputs: dict[str, dict[str, Any]] = {}
     interventions: dict[str, dict[str, Any]] = {}
     model: dict[str, Any]
     code: str  # fingerprint of the code that began the run
-    other_codes: dict[str, Meanings] = {}  # by fingerprint, that continued the run
+    other_codes: dict[str, Meanings] = {}  # by fingerprint of code that continued the run
     versions: dict[str, str]
-    begun_in: str = ""  # the directory that relative paths start from
-    places: dict[str, Location] = {}  # of model and inputs, by field: the last setting
+    begun_in: str = ""  # working directory that relative paths of the scan start from
+    places: dict[str, Location] = {}  # where model and inputs lie now, by dotted field
 
     def stops(self, shards: int | np.ndarray) -> np.ndarray:
         """One past the last sequence of each shard; the last shard of a run may be short."""

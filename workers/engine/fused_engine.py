@@ -43,7 +43,7 @@ class FusedEngine(Engine):
     ) -> None:
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
         super().__init__(model, precision)
-        self.questions: set[str] = set()  # those that every sweep answers on its way
+        self.questions: set[str] = set()  # that every sweep answers on its way
         # The facts of the layers were held against the model's own attention when it was loaded.
         problem = model.attention_problem
         if problem is not None:

@@ -129,12 +129,12 @@ class InputFamily(Entry):
     """Families of one stream draw the same numbers for the same seed and sequence; a family
     without one has its own.
     """
-    draws: Callable[..., None] | None = None  # has the draw's options, as `token_range`
+    draws: Callable[..., None] | None = None  # has options of the draw, as `token_range` does
     partner: str | None = None
     """The family whose sequence of the same number is the partner, from whose run an intervention
     may take something; it has the same stream and options.
     """
-    is_endless: bool = False  # whether it counts tokens and has any number of sequences
+    is_endless: bool = False  # whether it counts the text's tokens and draws without end
 
     @property
     def synthetic(self) -> bool:

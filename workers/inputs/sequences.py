@@ -40,8 +40,8 @@ class ShardInput:
     tokens: np.ndarray  # `[sequence pos]`, int32
     origin: Origin
     bad_rows: list[str]
-    labels: list[list[str]] | None = None  # of every token, "" without; None without labels
-    partner: np.ndarray | None = None  # their partners, if the family has some
+    labels: list[list[str]] | None = None  # of every token, "" for none; None: no labels
+    partner: np.ndarray | None = None  # the partner sequences, if the family has them
 
 
 class Sequences:
@@ -64,7 +64,7 @@ class Sequences:
         self.info = info
         self.index = index
         self.partners = partners
-        self.least_sequences = 0  # of a run that is there: the index must reach so far
+        self.least_sequences = 0  # of a run that is there: the index must reach as far
         self._last_findings: tuple[int, Findings] | None = None
         if corpus is not None:
             self.corpus = corpus

@@ -47,7 +47,7 @@ class LargestValue:
     """The largest value of an option with which a change still does what it says."""
 
     words: str  # the value in words, for example `n_ctx - 1`
-    of: Callable[[ModelInfo, int], int]  # for a model and a length of sequences
+    of: Callable[[ModelInfo, int], int]  # the value for a model and `n_ctx`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ Columns = dict[str, np.ndarray]
 class Measurements:
     """What was measured on some sequences; NaN where it is not defined."""
 
-    tables: dict[str, Columns]  # float32 `[sequence …]`, or float64 `[3 …]` of means
+    tables: dict[str, Columns]  # by table: float32 `[sequence …]`, or float64 `[3 …]` of means
     measured_heads: MeasuredHeads  # which layer and head of the model each place on these axes is
 
     @property

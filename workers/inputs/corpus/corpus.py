@@ -11,8 +11,8 @@ from headcount.schemas.errors import ScanError
 from headcount.schemas.files.tables import carried_name
 from headcount.workers.inputs.corpus.documents import Reading, Source, Value
 
-AllowedValues = Value | list[Value]  # of a field in `where`: its value, or possible ones
-Conditions = tuple[tuple[str, tuple[Value, ...]], ...]  # names of fields and values
+AllowedValues = Value | list[Value]  # what `where` may say of a field: one value, or several
+Conditions = tuple[tuple[str, tuple[Value, ...]], ...]  # allowed values, by name of field
 
 PART = "pile_set_name"  # The field that names the subset of the Pile. It is kept of every document.
 
@@ -36,7 +36,7 @@ class Choice:
     text_field: str = "text"
     where: Conditions = ()
     columns: tuple[str, ...] = ()  # fields that are carried into `sequences`
-    shuffle: bool | int = False  # seed; True is the scan's, False the files' order
+    shuffle: bool | int = False  # seed of the order; True: the scan's, False: as the files
     skip: int = 0  # how many of the first documents are left out, in their order
 
     def resolved(self, seed: int) -> "Choice":

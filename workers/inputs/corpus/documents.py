@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 from headcount.schemas.errors import CorpusError, counted, printable
 from headcount.schemas.files.places import open_whole, place, reason
 
-COMPRESSED = (".zst", ".gz")  # endings after that of the content
-STORE_BUFFER = 4 << 20  # bytes of a request to a store, which takes 20 to 100 ms
+COMPRESSED = (".zst", ".gz")  # the ending before them says what the file contains
+STORE_BUFFER = 4 << 20  # bytes of a request to a store, each of which waits 20 to 100 ms
 
 CONTENT_BUFFER = 1 << 20  # bytes of a compressed file's content that are held at once
 SAMPLE_BYTES = 1 << 20  # compressed bytes that are read to see how well a file is compressed
@@ -37,12 +37,12 @@ TOO_LARGE = (
     "into several documents"
 )
 
-LARGEST_ARRAY = 1 << 30  # bytes of the largest JSON array; parsing takes 3 for each
+LARGEST_ARRAY = 1 << 30  # bytes of JSON; parsing takes 3 bytes of memory for each
 
 PIECE_BYTES = 1 << 20  # bytes of a line too long that are dropped at once
 PARQUET_BATCH = 256  # rows of a Parquet file that are held at once at most
 
-BATCH_BYTES = 16 << 20  # of a Parquet file that are held at once, if rows are alike
+BATCH_BYTES = 16 << 20  # held at once of a Parquet file whose rows are alike
 
 LISTED_NAMES = 8  # fields of a document that an error message lists
 

@@ -32,7 +32,7 @@ from headcount.workers.inputs.store.token_store import (
     open_portion,
 )
 
-BLOCKS_IN_MEMORY = 4  # of documents, without tokens; a shard spans two at most, mostly
+BLOCKS_IN_MEMORY = 4  # of documents without tokens; a shard seldom spans more than two
 
 NAMED_PROBLEMS = 1000  # bad rows that are named; the others are counted
 SKIPPED = -2  # number of tokens of a document that `skip` leaves out
@@ -41,7 +41,7 @@ SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
 
 
-Origin = dict[str, list[Any]]  # columns of `sequences` about where they came from
+Origin = dict[str, list[Any]]  # where sequences came from: columns of `sequences`, by name
 
 
 class PortionPlace(NamedTuple):
@@ -98,11 +98,11 @@ class SequenceIndex:
         self.enough = enough
         self.most_bad_in_a_row = most_bad_in_a_row
         self.portions: list[Portion] = []
-        self.contents: list[str] = []  # identify documents and tokens of portions
-        self.places = [PortionPlace()]  # of portions, and of the one behind them
+        self.contents: list[str] = []  # of each portion: identifies documents and tokens
+        self.places = [PortionPlace()]  # of each portion, and of what comes behind them
         self.ends: list[int] = []  # of each block: how many sequences it has with those before it
-        self.unmeasured = 0  # tokens left over at the ends of joined portions
-        self.last_documents: int | None = None  # of the last portion that count; None: all
+        self.unmeasured = 0  # tokens left over at the ends of portions that are cut
+        self.last_documents: int | None = None  # that count of the last portion; None: all
         self.token_counts: np.ndarray | None = None
         """`[token]`, how often the documents have each; None unless tokens are drawn so."""
         if corpus.counted is not None:

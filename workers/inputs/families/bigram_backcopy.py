@@ -52,7 +52,7 @@ class Chain(NamedTuple):
     beginning of the sequence.
     """
     wakes: Array  # `[symbol]`, whether the next symbol depends on the one before this one
-    copies: bool  # whether that symbol is copied; else its row draws the next
+    copies: bool  # whether the earlier symbol is copied; else the next is drawn from its row
 
 
 @input_family

@@ -38,7 +38,7 @@ class StoredCorpus:
 
     key: str
     store: TokenStore | None
-    problem: str | None  # what cannot be read: a version, description or portion
+    problem: str | None  # what cannot be read: another version, a broken or damaged file
     documents: int
     tokens: int
     bad: int

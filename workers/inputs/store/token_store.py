@@ -53,8 +53,8 @@ PORTION_FILE = re.compile(r"([0-9a-f]{16})-(\d{5,})(-end)?\.parquet")
 SMALL_IDS = 1 << 16  # tokens of a tokenizer whose ids fit into 16 bits
 
 TOKENS_PER_GROUP = 1 << 15  # of a row group, decoded in 0.2 ms; no document is cut
-OPEN_FILES = 16  # portions that a process keeps open; whole ones of a store, at 7 MB
-DECODED_GROUPS = 64  # row groups kept of a portion: 4 MiB if ids have 16 bits
+OPEN_FILES = 16  # portions that a process keeps open; those of a store are held, 7 MB each
+DECODED_GROUPS = 64  # row groups kept of a portion: 4 MiB of ids of 16 bits
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException)
 """What is raised of a file that is missing, or whose content is broken."""
@@ -202,7 +202,7 @@ class PortionRecord:
     files: dict[str, tuple[str, str, int, int]]
     """By number within the extent: kind, path or address, bytes, and when it was changed last."""
     digest: str  # of the columns that say where a document comes from
-    groups: tuple[tuple[int, str], ...]  # ends and digests of row groups, in tokens
+    groups: tuple[tuple[int, str], ...]  # of row groups: the token behind, and a digest
 
 
 # Writing
