@@ -182,18 +182,14 @@ def committed_files(
 
 
 def examined_files(
-    home: Place,
-    manifest: Manifest,
-    commit_log: pa.Table,
-    tables: Iterable[str] = TABLES,
-    threads: int = READERS,
+    home: Place, manifest: Manifest, commit_log: pa.Table, tables: Iterable[str] = TABLES
 ) -> Iterator[tuple[CommittedFile, str | None]]:
     """The files of a commit log, each once, with what is wrong with it: None if nothing is."""
     bounds = declared_bounds(manifest)
     files = committed_files(commit_log, tables)
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         # A few at a time: the pool would read ahead without limit if nobody took its results.
-        while batch := list(islice(files, 4 * threads)):
+        while batch := list(islice(files, 4 * READERS)):
             problems = pool.map(lambda file: problem(home, file, bounds), batch)
             yield from zip(batch, problems, strict=True)
 
