@@ -155,7 +155,7 @@ class HeadTrial:
         return pa.Table.from_pylist(rows, schema=SCHEMA)
 
     def fewest(self, ranked_heads: Sequence[KVHead], seed: int = 0) -> int:
-        """The smallest number of heads with which nothing is lost, of `MOST_STEPS` at most."""
+        """How many ranked heads lose nothing, the fewest of at most `MOST_STEPS` numbers."""
         questions = self._questions(seed)
         full = self._answers(self.kv_heads, questions)
         step = -(-len(ranked_heads) // MOST_STEPS)

@@ -35,7 +35,7 @@ class CorpusEstimate:
 
 
 def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | None:
-    """What a corpus probably holds; None if the store or its first portion has all it needs."""
+    """What a corpus probably holds; None if the store has all, or its first portion is all."""
     work = CorpusWork(sequences, corpora)
     assert sequences.corpus is not None
     # `skip` and `shuffle` speak of the whole corpus. They are taken into account by numbers.

@@ -30,7 +30,7 @@ LIBRARIES = (
 
 
 def runs_of(first_run: RunDirectory) -> list[RunDirectory]:
-    """The runs of the scan of `first_run`, the newest first; half deleted ones have no manifest."""
+    """The runs of the scan of `first_run`, the newest first; what has no manifest is none."""
     runs = sorted(_by_number(first_run).items(), reverse=True)
     return [run for _, run in runs if run.manifest_file.is_file()]
 

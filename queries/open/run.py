@@ -47,7 +47,7 @@ class Run:
         return self.commit_log.filter(pa.array(self.is_whole))
 
     def files(self, table: str, unrolled: bool = False) -> list[str]:
-        """Full paths of a table's files that count; `unrolled`: without those of roll-ups."""
+        """Full paths of a table's files that count; `unrolled`: if no roll-up repeats them."""
         files = pc.list_flatten(self.done["files"])
         is_read = pc.equal(pc.struct_field(files, "table"), table)
         paths = pc.struct_field(files, "path")
