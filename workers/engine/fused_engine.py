@@ -30,7 +30,8 @@ from headcount.workers.model.bare_modules import MLP, child_of_each, mlps_in_pie
 from headcount.workers.model.model import Model, at_least_float32
 from headcount.workers.model.rotations import Rotation
 
-ModuleOutput = Tensor | tuple[Any, ...]  # a tensor, or a tuple that begins with it
+ModuleOutput = Tensor | tuple[Any, ...]
+"""What a module returns: a tensor, or a tuple that begins with it."""
 
 
 class FusedEngine(Engine):
