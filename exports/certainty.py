@@ -2,8 +2,6 @@
 asked for the same list.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -55,12 +53,12 @@ class DocumentSums:
         """How many equally long documents are as sure: N² / Σ_d n_d²."""
         return float(self.numbers.sum() ** 2 / (self.numbers**2).sum())
 
-    def grouped(self, size: int) -> DocumentSums:
+    def grouped(self, size: int) -> "DocumentSums":
         """The sums of groups of so many neighbouring heads."""
         groups = self.totals.reshape(*self.totals.shape[:2], -1, size)
         return DocumentSums(groups.sum(-1), self.numbers)
 
-    def of(self, documents: np.ndarray) -> DocumentSums:
+    def of(self, documents: np.ndarray) -> "DocumentSums":
         """The same of some of the documents."""
         return DocumentSums(self.totals[documents], self.numbers[documents])
 

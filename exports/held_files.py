@@ -9,16 +9,11 @@ from typing import Any
 from pyiceberg.io import InputFile, OutputFile
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-HELD: dict[str, bytes] = {}
-"""Content by location. It is filled by one export at a time, which takes it out again."""
+HELD: dict[str, bytes] = {}  # content by location, filled and emptied by one export at a time
 
 
 class HeldFiles(PyArrowFileIO):
-    """Keeps what is written in memory; everything else is read where it lies.
-
-    Metadata of a table names its own files with their final places. So they cannot be written
-    beside these and renamed later, as other exports are.
-    """
+    """Keeps what is written in memory: metadata of a table names files with their final places."""
 
     def new_output(self, location: str) -> OutputFile:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A file that will be held."""

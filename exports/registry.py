@@ -4,8 +4,6 @@ A format reads its run through the `source` and returns the content of its files
 function is the name of the format, with `-` for `_`. `formats/razor.py` is a short one.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,8 +22,7 @@ from headcount.schemas.scans.values import problem_of
 
 Options = Mapping[str, Any]  # values of options by name: numbers, texts and truth values
 
-Part = Annotated[float, Field(gt=0, lt=1)]
-"""A share that chooses: all or nothing would be no choice."""
+Part = Annotated[float, Field(gt=0, lt=1)]  # a share that chooses: all or none is no choice
 
 REPEATED = "repeated_random"
 """A random block twice: it needs no corpus and fits every model. In the second copy, a head that
@@ -44,9 +41,8 @@ class Needs:
     input_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the input of the scan that `--model` runs."""
     every_head: bool = True  # whether the run must have measured every head of the model
-    calibrated: bool = False
-    """Whether measured interventions must say how far the estimates can be trusted."""
-    baseline: Needs | None = None
+    calibrated: bool = False  # whether measured interventions must say how good estimates are
+    baseline: "Needs | None" = None
     """What a second run must have measured, whose input lacks what the first one is about. It is
     of the same model, with sequences of the same length.
     """
@@ -109,8 +105,7 @@ class Exported:
     cut: CacheCut | None = None
     """The cut of a cache that the file asks for, which `--check` tries out. None if it asks none.
     """
-    stability: Stability | None = None
-    """How far halves of the documents agree on a list. None if it is none."""
+    stability: Stability | None = None  # how far halves of the documents agree on a list
     notes: tuple[str, ...] = ()  # lines that the user should read
 
 
@@ -125,8 +120,7 @@ class ExportFormat(Entry):
     example: str  # a path that a user might write it to
     load: str  # Python that loads what was written to that path. A test runs it.
     measures: bool = False  # whether it measures more than the run has, in a run beside it
-    needs_of: Callable[..., Needs] | Needs
-    """What it needs, or a function of some of the options, which it takes by name."""
+    needs_of: Callable[..., Needs] | Needs  # what it needs, or a function of named options
 
     @cached_property
     def name(self) -> str:

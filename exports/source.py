@@ -1,7 +1,5 @@
 """What a format reads: one run, through the views of `queries`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,14 +51,11 @@ class ExportSource:
     format: ExportFormat
     options: Options
     destination: Place  # where the file or folder will be, for formats that depend on its name
-    baseline: ExportSource | None = None
-    """The second run, if the format needs one (`Needs.baseline`)."""
-    split: tuple[int, int] | None = None
-    """Which half of which split of the documents `sums` are over. None: all documents."""
+    baseline: "ExportSource | None" = None  # the second run, if `Needs.baseline` asks for one
+    split: tuple[int, int] | None = None  # half of which split `sums` are over; None: of none
     known_sums: dict[str, DocumentSums] = field(default_factory=dict, repr=False)
     """What was read already: halves are parts of it."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where a format measures what it needs beside the run (`exports.confirmation`)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where it measures (`confirmation`)
 
     @property
     def run_id(self) -> str:
@@ -104,7 +99,7 @@ class ExportSource:
         """The condition of rows of this run without an intervention, in SQL."""
         return f"run_id = {text_literal(self.run_id)} AND intervention = 'none'"
 
-    def half(self, split: int, half: int) -> ExportSource:
+    def half(self, split: int, half: int) -> "ExportSource":
         """The same with half of the documents, and with half of the baseline's."""
         baseline = self.baseline and self.baseline.half(split, half)
         return replace(self, split=(split, half), baseline=baseline)
@@ -205,7 +200,7 @@ class ExportSource:
             ranked(means), q_of(p_above(means, effects.errors, effects.effective_documents, 0))
         )
 
-    def choice(self, choose: Callable[[ExportSource], Mapping[tuple[int, int], float]]) -> Choice:
+    def choice(self, choose: "Callable[[ExportSource], Mapping[tuple[int, int], float]]") -> Choice:
         """What `choose` takes from the run, and how much of it each half of the documents takes."""
         items = choose(self)
         # All sums are over the same documents.

@@ -13,8 +13,6 @@ its own, or where Python can raise nothing. So one handler hears all signals, an
 everything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -41,21 +39,15 @@ INTERRUPTED = {128 + signal.SIGINT: signal.SIGINT, int(signal.SIGTERM): signal.S
 in Ray, while it starts.
 """
 
-FINISHING_SECONDS = 25.0
-"""After a first SIGTERM, work in hand is waited for so long. Schedulers kill after 30 s."""
-
-CLEANING_SECONDS = 20.0
-"""Exit after this time even if the processes that the command started have not ended."""
+FINISHING_SECONDS = 25.0  # work in hand is waited for after SIGTERM; schedulers kill at 30
+CLEANING_SECONDS = 20.0  # exit after this time even if child processes have not ended
 
 TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 SCARCE = TOO_MANY_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of the system if it has no more space, or no more open files."""
 
-DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-"""Errors of the system if something is not allowed."""
-
-DEBUG = "HEADCOUNT_DEBUG"
-"""If this environment variable is set, an error of ours shows its stack trace."""
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}  # errors of what is not allowed
+DEBUG = "HEADCOUNT_DEBUG"  # if this variable is set, errors of ours show a stack trace
 
 
 class Stopped(BaseException):
@@ -69,8 +61,7 @@ class Stopped(BaseException):
 class _ProcessState:
     """What this module knows of its process. There is one, so these are class attributes."""
 
-    is_a_command = False
-    """Whether this process runs a command of ours, and is no notebook or other program."""
+    is_a_command = False  # whether this process runs a command, and is no notebook
     stop_signal: int | None = None  # the signal that asked this process to end; none if none did
     has_children = False  # whether this process has started others, which must be ended with it
     work: Literal["idle", "in hand", "finishing"] | None = None
@@ -223,7 +214,7 @@ def _timer(seconds: float, call: Callable[..., object], *arguments: object) -> t
     return timer
 
 
-def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
+def _repeat_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
     """Repeat an interrupt from where Python can raise nothing: it would print it and continue."""
     if not isinstance(unraisable.exc_value, KeyboardInterrupt | Stopped):
         sys.__unraisablehook__(unraisable)

@@ -1,7 +1,5 @@
 """Where a scan is measured: on how many replicas, with which cores, device and cluster."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -18,10 +16,8 @@ Device = Literal["auto", "cpu", "cuda"]
 class Resources:
     """Number, cores and device of the replicas, and the cluster that they run on."""
 
-    replicas: int = 1
-    """Models in actors of their own; 0 means a single one in this process, without Ray."""
-    cores: int = 0
-    """Cores of each replica. 0 divides the cores of this machine, and means 1 on a cluster."""
+    replicas: int = 1  # actors, a model in each; 0 is one in this process, without Ray
+    cores: int = 0  # of each replica; 0 divides this machine's, and is 1 on a cluster
     device: Device = "auto"  # auto means a GPU for each replica if Ray has as many, else CPU cores
     address: str | None = None
     """Address of a Ray cluster. None starts Ray on this machine, or joins the cluster that this job
@@ -32,7 +28,7 @@ class Resources:
     @classmethod
     def asked_for(
         cls, replicas: int | None, cores: int, device: Device, address: str | None
-    ) -> Resources:
+    ) -> "Resources":
         """The resources of a command that may leave the number of replicas open.
 
         Then it is one on a cluster, and here one for each GPU. Without a GPU this process measures:

@@ -8,8 +8,6 @@ A scan writes options in their order, `distant_mass(4,64)`, or by name, `distant
 choice of options is a formula of its own, `distant_mass_4_64`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,8 +51,7 @@ after the pass: in every forward pass, from what the model predicts.
 from the weights: once in a run, from the untouched weights.
 """
 
-CALIBRATED = "measured_by"
-"""The fact of a formula that names the intervention whose change of the loss it estimates."""
+CALIBRATED = "measured_by"  # the fact that names the intervention whose effect is estimated
 
 P = ParamSpec("P")
 
@@ -63,21 +60,16 @@ P = ParamSpec("P")
 class Formula(Entry):
     """A registered function and everything that is derived from it."""
 
-    kind: Kind = dataclasses.field(repr=False, compare=False)
+    kind: "Kind" = dataclasses.field(repr=False, compare=False)
     source: str  # where its definition comes from
     axis: str = ""  # what its values run over; "none" if it is one number in a table of such values
-    uniform_baseline: bool = False
-    """Whether the table `sequences` also stores what uniform attention would score."""
+    uniform_baseline: bool = False  # whether `sequences` stores that of uniform attention
     standard: bool = False  # whether a scan that does not name statistics measures it
     per_token: bool = False  # whether it is a list with a value for each of `tokens`
-    defined: Callable[..., Any] | None = None
-    """Rule that says where the formula has a value; without a rule it always has one."""
-    of_directions: bool = False
-    """Whether it reads only directions, as a cosine does. A vector of zeros has no direction."""
-    missing: str = ""
-    """What a layer may lack so that it has no value there: the end of the sentence "NULL if …"."""
-    measured_by: str = ""
-    """The intervention whose change of the loss it estimates, with {layer}, {head} and options."""
+    defined: Callable[..., Any] | None = None  # rule where it has a value; None: everywhere
+    of_directions: bool = False  # whether it reads only directions, which zeros have not
+    missing: str = ""  # what a layer may lack so that it has no value: the end of "NULL if …"
+    measured_by: str = ""  # the intervention whose change of loss it estimates
     arguments: Arguments = ()  # every option of the function, with a value
 
     @property
@@ -194,10 +186,8 @@ class Kind(Registry[Formula]):
     facts: Sequence[str]  # what manifests keep besides the facts that every formula has
     axes: Sequence[str] = ("",)  # what the formulas may run over
     may_have_options: bool = False
-    averaged: bool = False
-    """Whether the mean and spread over a shard's sequences are stored instead of the values."""
-    named_by: str | None = None
-    """Column that holds the names of formulas; if there is none, every formula is a column."""
+    averaged: bool = False  # whether mean and spread over a shard are stored, not values
+    named_by: str | None = None  # column with names of formulas; None: each is a column
     sets: tuple[str, ...] = ()
     """Words that a scan may write in place of a list of names, or in the list: standard, all (that
     a forward pass gives) and effects (all that need a backward pass).

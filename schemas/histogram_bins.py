@@ -13,17 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LINEAR_BINS = 256
-"""Bins between two finite ends. A power of two, so that the ends of bins are exact."""
-
-BINS_PER_OCTAVE = 16
-"""Logarithmic bins between a value and its double: each is 2^(1/16) - 1 = 4.4 % wide."""
+LINEAR_BINS = 256  # between two finite ends: a power of two makes them exact
+BINS_PER_OCTAVE = 16  # bins between a value and its double, each 2^(1/16) - 1 = 4.4 % wide
 
 SMALLEST_OCTAVE = -40  # values below 2^-40 in size are in bin 0
 LARGEST_OCTAVE = 64  # values of at least 2^64 in size are in the last bin, which has no end
 
-LAST_BIN = (LARGEST_OCTAVE - SMALLEST_OCTAVE) * BINS_PER_OCTAVE + 1
-"""The number of the last logarithmic bin."""
+LAST_BIN = (LARGEST_OCTAVE - SMALLEST_OCTAVE) * BINS_PER_OCTAVE + 1  # the last logarithmic one
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ else:
     # What formulas get and return; who reads what data means need not install torch.
     Tensor = Any
 
-TIE = 1e-5
-"""Values closer to the largest one than this share of it tie with it: their order is rounding."""
+TIE = 1e-5  # share of the largest value within which others tie: their order is rounding
 
 
 def first_of_largest(values: Tensor) -> Tensor:
@@ -47,8 +46,7 @@ def count_above(values: Tensor, first: int) -> Tensor:
     return above + 0 * largest
 
 
-Labels: TypeAlias = Mapping[str, Tensor]
-"""Which positions an input family has labelled: a mask `[batch pos]` by label."""
+Labels: TypeAlias = Mapping[str, Tensor]  # marked positions `[batch pos]` by label
 
 
 class Pairs(Protocol):

@@ -5,8 +5,6 @@ cache that was cut by the choice would. Then the model is asked for needles, and
 repeated block. As many random heads are kept whole for comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -30,8 +28,7 @@ from headcount.workers.replica import Replica
 MOST_TOKENS = 16_384  # of a batch
 MOST_N_CTX = 1024  # tokens of a sequence if nobody says how many
 
-TOLERANCE = 0.02
-"""The share of recall that a cut may cost, and of loss that it may add, so that nothing is lost."""
+TOLERANCE = 0.02  # share of recall that a cut may cost, and of loss that it may add
 
 SEARCHED_TOLERANCE = TOLERANCE / 2
 """The same while a number of heads is looked for: on other sequences it may be a little worse."""
@@ -72,7 +69,7 @@ class Answers:
     recall: float  # share of the tokens of needles that it predicts first
     loss: float  # mean loss after repeats, in nats
 
-    def loses_nothing(self, full: Answers, tolerance: float = TOLERANCE) -> bool:
+    def loses_nothing(self, full: "Answers", tolerance: float = TOLERANCE) -> bool:
         """Whether they are as good as those of the full cache, within the tolerance."""
         recalls = self.recall >= (1 - tolerance) * full.recall
         return recalls and self.loss <= (1 + tolerance) * full.loss
@@ -158,7 +155,7 @@ class HeadTrial:
         return pa.Table.from_pylist(rows, schema=SCHEMA)
 
     def fewest(self, ranked_heads: Sequence[KVHead], seed: int = 0) -> int:
-        """The smallest number of heads with which nothing is lost, of `MOST_STEPS` at most."""
+        """How many ranked heads lose nothing, the fewest of at most `MOST_STEPS` numbers."""
         questions = self._questions(seed)
         full = self._answers(self.kv_heads, questions)
         step = -(-len(ranked_heads) // MOST_STEPS)

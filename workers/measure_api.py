@@ -40,8 +40,7 @@ _PREPARED: WeakKeyDictionary[nn.Module, tuple[BorrowedModel, dict[str, Replica]]
 shares their weights.
 """
 
-_ONE_AT_A_TIME = threading.RLock()
-"""Held while a model is measured. Two threads would get each other's hooks in one model."""
+_ONE_AT_A_TIME = threading.RLock()  # two threads would get each other's hooks
 
 
 @checked(

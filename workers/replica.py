@@ -1,7 +1,5 @@
 """One model on one device: measures every statistic of a scan on batches of sequences."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -200,7 +198,7 @@ class Replica:
         """What the scan asks of the weights of the untouched model, by table."""
         return tables_of_weights(self.model, self.scan)
 
-    def _batches(self, engine: Engine, sequences: _Sequences) -> Iterator[Measurements]:
+    def _batches(self, engine: Engine, sequences: "_Sequences") -> Iterator[Measurements]:
         """What each batch found, in order, fetched and checked while a GPU computes the next."""
         start = 0
         pending: PendingBatch | None = None
@@ -238,7 +236,7 @@ class Replica:
         if pending is not None:
             yield collect(pending)
 
-    def _launch(self, engine: Engine, sequences: _Sequences, first: int) -> PendingBatch:
+    def _launch(self, engine: Engine, sequences: "_Sequences", first: int) -> PendingBatch:
         """Start the pass over a batch, after the pass over its partners if there are any."""
         batch = slice(first, first + self.batch.size)
 
@@ -269,8 +267,7 @@ class _Sequences(NamedTuple):
     tokens: np.ndarray
     masks: Mapping[str, np.ndarray]  # where each label stands, by label
     partner: np.ndarray | None  # their partners, if the intervention needs them
-    untouched: Tensor | None
-    """`final_stream` of the untouched model `[sequence d_model]`, if predictions read it."""
+    untouched: Tensor | None  # the untouched model's `final_stream`, if predictions read it
     final_streams: list[Tensor]  # takes the `final_stream` of each batch
 
 
@@ -302,16 +299,12 @@ def too_large_for_a_gpu(model: str, dtype: torch.dtype, memory: int) -> str:
     )
 
 
-FIRST_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Tokens in the first forward pass if the batch size is to be found."""
-
-MOST_TOKENS = {"cpu": 16384, "cuda": 1 << 20}
-"""No batch is larger: a CPU gains nothing, and its memory is not ours alone."""
+FIRST_TOKENS = {"cpu": 2048, "cuda": 16384}  # of the first pass, if the size is searched
+MOST_TOKENS = {"cpu": 16384, "cuda": 1 << 20}  # of a pass: a larger one gains nothing on a CPU
 
 REQUIRED_GAIN = 1.05  # a larger batch has to be this much faster to be used
 
-TRIALS = 2
-"""Passes of each size while sizes are compared. The first one is slower, as it lays out memory."""
+TRIALS = 2  # passes of each size while sizes are compared; the first lays out memory
 
 
 class BatchSize:

@@ -45,8 +45,7 @@ class MeasuredShard:
     seconds: float
     idle_seconds: float  # how long the replica had waited for this shard
     device: str  # what it was computed on
-    tables_of_run: dict[str, pa.Table]
-    """Rows of the tables that are written once in a run, with shard 0."""
+    tables_of_run: dict[str, pa.Table]  # rows that are written once in a run, with shard 0
 
 
 def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput, attempt: int = 1) -> Commit:

@@ -5,8 +5,7 @@ import numpy as np
 from headcount.exports.source import MOST_PARTS, ExportSource
 from headcount.queries.sql_text import text_literal
 
-TEXTS_AS_THEY_ARE = ("pile", "csv_texts", "text")
-"""Input families of texts that are neither permuted nor repeated nor made up."""
+TEXTS_AS_THEY_ARE = ("pile", "csv_texts", "text")  # not permuted, repeated or made up
 
 
 def profile_of_heads(source: ExportSource, profile: str, *places: str) -> np.ndarray:

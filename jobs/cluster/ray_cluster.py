@@ -44,8 +44,7 @@ SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 cores each, so most of these workers would import Ray and then have nothing to do.
 """
 
-START_SECONDS = 60.0
-"""Give up if Ray does not start on this machine in this time. It takes 2 s on an idle machine."""
+START_SECONDS = 60.0  # give up if Ray does not start here in this time; idle, it takes 2 s
 
 JOIN_SECONDS = 30.0  # give up if a cluster's head does not answer in this time
 CONNECT_SECONDS = 10.0  # give up if a machine does not accept a connection in this time
@@ -55,8 +54,7 @@ RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 head goes on with what the old one knew.
 """
 
-HEAD_SECONDS = 10.0
-"""A command without that variable ends after so many seconds without a head. Ray takes 60."""
+HEAD_SECONDS = 10.0  # by default a command ends so long after its head; Ray's takes 60
 
 WATCH_SECONDS = 1.0  # seconds between two looks at whether Ray is there
 PROBE_SECONDS = 2.0  # a process of Ray that does not accept a connection in this time is gone

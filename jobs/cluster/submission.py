@@ -10,8 +10,6 @@ A cluster takes a job before anything of it runs. What then goes wrong is only i
 nobody looks there after a command that reported success. So `JobClient.wait` waits for a commit.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -50,17 +48,10 @@ from headcount.schemas.scans.scan import Scan, safe_name
 
 CONNECT_SECONDS = 10.0  # give up after this many seconds if a cluster does not answer
 
-STOP_SECONDS = 60.0
-"""Give up after this many seconds if a job does not stop; Ray kills it after three."""
-
-AGENT_SECONDS = 60.0
-"""Give up after this many seconds if a head that has just started takes no job yet."""
-
-QUEUED_SECONDS = 180.0
-"""Stop waiting for a job that the cluster has not started in this time, or that has no replica."""
-
-LOG_SECONDS = 1.0
-"""Pause between two looks at a log that is followed. It is a line every ten seconds."""
+STOP_SECONDS = 60.0  # give up if a job has not stopped; Ray kills it after three
+AGENT_SECONDS = 60.0  # give up if a head that has just started takes no job
+QUEUED_SECONDS = 180.0  # stop waiting for a job that has not started, or has no replica
+LOG_SECONDS = 1.0  # pause between two looks at a log, a line every ten seconds
 
 LOG_LINES = 10  # the last lines of a log that are shown if a job has failed at once
 
@@ -87,7 +78,7 @@ class Job(NamedTuple):
     exit_code: int | None  # of the driver, if it has ended by itself
 
     @classmethod
-    def of(cls, details: JobDetails) -> Job:
+    def of(cls, details: JobDetails) -> "Job":
         """Read Ray's description of a job that `JobClient.start` has made."""
         metadata = details.metadata or {}
         return cls(
@@ -125,8 +116,7 @@ class Submission(NamedTuple):
     run_id: str
     job_id: str
     line: str  # what was done, in words
-    is_new: bool = False
-    """Whether it started a job; otherwise the run has one that is at work or succeeded."""
+    is_new: bool = False  # whether it started a job; else the run's is at work or succeeded
 
 
 class JobClient:

@@ -49,11 +49,8 @@ commands = typer.Typer(rich_markup_mode=None)
 
 SILENCE_SECONDS = 10.0  # say so if a store has not answered for this long
 
-DRAWN_HEADS, DRAWN_SEQUENCES = 20, 64
-"""How many heads are measured, and on how many sequences, if nobody says."""
-
-SENTENCE_END = re.compile(r"(?<![. ])\. ")
-"""A point and a space, which are no part of a range such as `low .. high`."""
+DRAWN_HEADS, DRAWN_SEQUENCES = 20, 64  # heads and sequences that are measured by default
+SENTENCE_END = re.compile(r"(?<![. ])\. ")  # a point and a space, but not that of `low .. high`
 
 REGISTRIES = {
     "statistics": ("schemas.statistics", "STATISTICS"),
@@ -444,11 +441,7 @@ def calibrate(
 
 
 def run_directory(run: str, runs: str) -> RunDirectory:
-    """Find a run by its path, by its address in a store, or by its name or id.
-
-    Both are looked for in the directory `runs`. A path becomes absolute, because the process may
-    change its directory later.
-    """
+    """The run at a path or address, or with a name or id in `runs`; absolute, as processes move."""
     from headcount.jobs.upkeep.status import runs_in
     from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import RunDirectory

@@ -151,8 +151,7 @@ def _undefined_by_windows(model: Model) -> Iterator[tuple[str, str]]:
         yield "NULL", f"uniform baselines: from n_ctx = {min(windows) + 1:,} on; {cause}"
 
 
-LARGEST_TRIAL_WINDOW = 128
-"""A longer window leaves no other statistics without a value than this one."""
+LARGEST_TRIAL_WINDOW = 128  # a longer one leaves no other statistics without a value
 
 
 def undefined_behind(window: int) -> list[str]:

@@ -31,12 +31,11 @@ class CorpusEstimate:
     tokens_missing: int  # tokens that the scan needs and the store does not have
     seconds: float  # to prepare them on this machine, in one process
     bytes: int  # that they will take in the store
-    is_least: bool
-    """Whether the corpus may be far larger: nobody knows the size of a data set of the Hub."""
+    is_least: bool  # whether it may be far larger: nobody knows the size of Hub data
 
 
 def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | None:
-    """What a corpus probably holds; None if the store or its first portion has all it needs."""
+    """What a corpus probably holds; None if the store has all, or its first portion is all."""
     work = CorpusWork(sequences, corpora)
     assert sequences.corpus is not None
     # `skip` and `shuffle` speak of the whole corpus. They are taken into account by numbers.

@@ -74,8 +74,7 @@ SILENT = Console(quiet=True)
 class Preparation:
     """How the tokens of a corpus are made ready: where, and who is told."""
 
-    resources: Resources | None = None
-    """Ray tasks prepare a large corpus if these have replicas or `ray_prepares`."""
+    resources: Resources | None = None  # Ray prepares a large corpus if these say so
     console: Console = SILENT  # shows how far it is
     verify: bool = False  # whether portions that are there are compared with the texts first
 
@@ -136,11 +135,9 @@ class CorpusWork:
     def start_again(self) -> None:
         """Add what the store has, from the beginning of the corpus on."""
         self.index = self.sequences.new_index(self.store)
-        self.frontier = 0
-        """The number of the first extent that is not in the index with all its portions."""
+        self.frontier = 0  # the first extent that is not in the index with all portions
         self.added = 0  # portions of that extent that are in the index
-        self.portions = self.store.portions()
-        """The committed portions, by the keys of their extents and by number."""
+        self.portions = self.store.portions()  # committed ones by extent's key and number
         self._add_in_order()
 
     def look(self, committed: Portion | None = None) -> None:

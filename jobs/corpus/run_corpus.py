@@ -4,8 +4,6 @@ A corpus may change while a run lies there: files are added, a bad row is mended
 again. That is allowed as long as every committed sequence would still be the same.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import takewhile
@@ -47,7 +45,7 @@ class RunCorpus(BaseModel):
     portions: tuple[RunPortion, ...]
 
     @classmethod
-    def of(cls, index: SequenceIndex) -> RunCorpus:
+    def of(cls, index: SequenceIndex) -> "RunCorpus":
         """The record of a corpus that is prepared now."""
         first_sources = [place.first_source for place in index.places]
         in_order = zip(first_sources, index.portions, index.contents, strict=False)
@@ -56,7 +54,7 @@ class RunCorpus(BaseModel):
         return cls(store=store, sources=index.corpus.sources, portions=portions)
 
     @classmethod
-    def read(cls, run: RunDirectory) -> RunCorpus:
+    def read(cls, run: RunDirectory) -> "RunCorpus":
         """The record of a run."""
         try:
             return cls.model_validate_json((run.index / RECORD).read_bytes())

@@ -18,8 +18,7 @@ from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica, resolve_device
 from headcount.workers.shard import intervention_tables
 
-PATIENCE = 20.0
-"""Seconds after which the search for a batch size ends with the size that it has reached."""
+PATIENCE = 20.0  # seconds after which the search for a batch size ends where it is
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class Cost:
 
     device: str  # what the scan will run on
     precision: str
-    measured_on: str
-    """What the batch ran on: another device if this machine does not have the scan's."""
+    measured_on: str  # device of the batch: another one if the scan's is not here
     measured_in: str  # the precision of the batch
     replicas: int
     batch_size: int  # sequences in one forward pass; no more than a shard has
@@ -68,11 +66,7 @@ def threads_of(device: str, replicas: int) -> int | None:
 
 
 class Rehearsal:
-    """A replica that measures what a scan will cost.
-
-    Making one settles how each intervention will be measured on the scan's device, which another
-    machine may have. What cannot run there is refused.
-    """
+    """Measures what a scan will cost, settled for its device, which another machine may have."""
 
     def __init__(
         self, scan: Scan, info: ModelInfo, device: str = "auto", replicas: int = 1

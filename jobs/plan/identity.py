@@ -30,7 +30,7 @@ LIBRARIES = (
 
 
 def runs_of(first_run: RunDirectory) -> list[RunDirectory]:
-    """The runs of the scan of `first_run`, the newest first; half deleted ones have no manifest."""
+    """The runs of the scan of `first_run`, the newest first; what has no manifest is none."""
     runs = sorted(_by_number(first_run).items(), reverse=True)
     return [run for _, run in runs if run.manifest_file.is_file()]
 
@@ -140,12 +140,7 @@ def _measured(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def begun_precisions(run: RunDirectory) -> frozenset[str]:
-    """The precision in which shards of a run were measured; empty before there are shards.
-
-    A replica compares its own with it (`workers.interventions.settlement.check_begun`), because
-    rows of two precisions never meet in one run. Only a replica can: what `auto` means depends on
-    the loaded model.
-    """
+    """The precision of a run's shards, for replicas to compare with their own; or empty."""
     commit = run.any_commit()
     return frozenset() if commit is None else frozenset(m.precision for m in commit.methods)
 

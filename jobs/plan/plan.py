@@ -44,8 +44,7 @@ REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 PLACES = ("model", *(f"input.{option}" for option in FILE_OPTIONS))
 """Fields of a scan that say where something lies. What lies there is known by its content."""
 
-SETTABLE = (*REMEMBERED, *PLACES)
-"""Fields of a scan that may change when a run continues. More sequences extend it."""
+SETTABLE = (*REMEMBERED, *PLACES)  # what may change when a run continues
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,11 @@ class Plan:
     sequences: Sequences
     run: RunDirectory
     manifest: Manifest  # as it will be when the run continues
-    previous_manifest: Manifest | None
-    """As it lies in the run's directory now; none if the run has not begun."""
+    previous_manifest: Manifest | None  # as it lies there now; none if not begun
     code: str  # fingerprint of the code here, which may differ from the code that began the run
     requested_sequences: int  # how many sequences were asked for; the run may have more
-    corpus: RunCorpus | None = None
-    """What the run keeps of its corpus; none if it has none, or if it is only estimated."""
-    has_new_index: bool = False
-    """Whether the corpus grew, was mended or moved, so that the run keeps another record of it."""
+    corpus: RunCorpus | None = None  # what the run keeps of it; none if only estimated
+    has_new_index: bool = False  # whether the corpus grew, was mended or moved: a new record of it
     estimate: CorpusEstimate | None = None
     """What the corpus probably holds, if its tokens are not ready and only a cost is asked for.
     Then `sequences` are those of a sample.
@@ -108,11 +104,7 @@ def make_plan(
     preparation: Preparation = HERE,
     new: bool = False,
 ) -> Plan:
-    """Plan the newest run of a scan that measures the same, or a run of its own if there is none.
-
-    With `new` it is always another run. `run_id` names an existing run, which the scan must fit.
-    `preparation` makes the tokens of a corpus ready.
-    """
+    """Plan the newest run of a scan that measures the same, or with `new` one of its own."""
     resolved = resolve(scan)
     run = RunDirectory.of(scan.out, resolved.scan.run_id(name) if run_id is None else run_id)
     if run_id is None:
@@ -295,11 +287,7 @@ def _on_disk(name: str) -> Path | None:
 
 @contextmanager
 def where_begun(run: RunDirectory, overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Work in the directory that a run's names are meant from; yields the overrides.
-
-    If it is gone, they are meant from the working directory. Overrides are the user's, so the names
-    in them are made absolute first.
-    """
+    """Work where a run's names are meant from, if it is there; yields overrides made absolute."""
     absolute_overrides = list(map(_absolute_override, overrides))
     begun_in = run.manifest().begun_in
     with chdir(begun_in if os.path.isdir(begun_in) else os.getcwd()):

@@ -18,8 +18,7 @@ from headcount.workers.model.files.model_info import ModelInfo, describe, find_m
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.providers import column_record
 
-Records = dict[str, dict[str, Any]]
-"""The description of each name: what it computes, in which unit, and its fingerprint."""
+Records = dict[str, dict[str, Any]]  # what each name computes, its unit and fingerprint
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class ResolvedScan:
     kinds: dict[str, Records]  # the formulas that the scan names, by field of the scan
     inputs: Records
     interventions: Records
-    identity: dict[str, Any]
-    """What the rows mean: the scan, the model, the corpus and the tokenizer, but not the code."""
+    identity: dict[str, Any]  # what rows mean: scan, model, corpus, tokenizer; not the code
     code: str  # fingerprint of the code that runs here
 
     @property

@@ -25,8 +25,7 @@ from headcount.workers.model.files.model_info import (
 
 AT_A_TIME = 8  # checkpoints that are read at a time, or that the Hub is asked about
 
-SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Places of a file, and bytes at each, that are compared before whole files are read."""
+SAMPLES, SAMPLE_BYTES = 16, 4096  # places that are compared first, and bytes at each
 
 NAMED = 3  # checkpoints of a group that are named; the others are counted
 Files = Mapping[str, str]  # what tells each file of a checkpoint from others, by name

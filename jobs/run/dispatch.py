@@ -68,8 +68,7 @@ from headcount.workers.provenance.code_fingerprint import read_code
 from headcount.workers.replica import Replica
 from headcount.workers.shard import note_failure
 
-MOST_LOST_NODES = 10
-"""If so many nodes vanish under a shard, the shard may be the cause, and the next try counts."""
+MOST_LOST_NODES = 10  # under a shard: it may be the cause, and the next try counts
 
 SLOW = 3.0  # a shard is a straggler after this many times the median duration
 LEAST_PATIENCE = 2.0  # seconds before any shard is a straggler, however short the others are
@@ -78,8 +77,7 @@ RESTART_PAUSE = 0.1  # seconds before Ray is asked again for a replica that it i
 RECENT_SHARDS = 64  # shards whose durations make the median
 MOST_EVENTS = 100  # events that are taken before the replicas are given further shards
 
-LOOK_SECONDS = 2.0
-"""Seconds between two looks at the cluster: which nodes drain, and how far the shards are."""
+LOOK_SECONDS = 2.0  # between two looks at the cluster: what drains, what is done
 
 STARTING_NOTICE = 30.0  # seconds without any replica after which a line says why nothing happens
 
@@ -114,8 +112,7 @@ class _Call(NamedTuple):
 @dataclass(eq=False)
 class _RemoteReplica:
     actor: Any  # Ray's handle. Ray gives it a new process if the old one dies; the handle stays.
-    readiness: ray.ObjectRef | None = None
-    """Ray's reference that is fulfilled as soon as the replica is loaded; none after that."""
+    readiness: ray.ObjectRef | None = None  # fulfilled once it is loaded; then none
     ask_again: float | None = None
     """When Ray is asked for another reference, because it is starting the replica again; by the
     driver's monotonic clock.
@@ -124,12 +121,10 @@ class _RemoteReplica:
     """The shards it works at, by Ray's reference of the result; `DEPTH` at most."""
     has_suspect: bool = False  # whether it measures a suspect, and so no other shard beside it
     place: ReplicaPlace | None = None  # where it was when it was last ready
-    notice: ray.ObjectRef | None = None
-    """Ray's reference that is fulfilled as soon as the replica is told to leave."""
+    notice: ray.ObjectRef | None = None  # fulfilled once it is told to leave
     was_asked_to_leave: bool = False  # whether this driver has passed a notice on to it
     is_leaving: bool = False  # whether it was told to leave, so that it gets no further shard
-    excuse: str | None = None
-    """Why none of its shards is to blame for its end; none if one of them is."""
+    excuse: str | None = None  # why its end is no shard's fault; none if it is
     commits: deque[Commit] = field(default_factory=lambda: deque[Commit](maxlen=IDLE_WINDOW))
     """Its last ones since it was loaded, which tell how long it waits for shards."""
 
@@ -153,8 +148,7 @@ class _Dispatcher:
         self.plan = plan
         self.resources = resources
         self.say = say
-        self.is_open = np.zeros(plan.manifest.shards, bool)
-        """Whether a shard still needs an outcome, by shard."""
+        self.is_open = np.zeros(plan.manifest.shards, bool)  # whether a shard needs an outcome
         self.is_open[shards] = True
         self.n_shards = self.open_count = len(shards)
 
@@ -171,8 +165,7 @@ class _Dispatcher:
         self.gone_nodes: set[str] = set()  # nodes that have vanished
         self.lost_nodes: Counter[int] = Counter()  # nodes that vanished under each shard
         self.failures = 0  # shards that were reported as failed
-        self.working: dict[ray.ObjectRef, _RemoteReplica] = {}
-        """The replica of each call that has not ended."""
+        self.working: dict[ray.ObjectRef, _RemoteReplica] = {}  # by calls that have not ended
         self.last_look = 0.0  # when the cluster was last looked at, by the monotonic clock
 
         # What all replicas need, sent once. They get the reference as bytes: Ray warns of one among
@@ -319,11 +312,7 @@ class _Dispatcher:
         replica.readiness = replica.actor.ready.remote()
 
     def _end_start(self, replica: _RemoteReplica, reference: ray.ObjectRef) -> None:
-        """Count a replica as loaded, or wait for the next one if it died before.
-
-        Ray starts an actor again that died. If its constructor raised, it would raise anywhere and
-        every time, so that is an error at once.
-        """
+        """Count a replica as loaded, or wait for the next one; raise if its constructor raised."""
         try:
             place: ReplicaPlace = ray.get(reference)
         except ray.exceptions.ActorUnavailableError:

@@ -46,8 +46,7 @@ from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica, is_device_failure, resolve_device
 from headcount.workers.shard import committed_shard, failure_of, note_failure, run_shard
 
-MOST_FAILURES = 20
-"""Stop a run after so many shards in a row could not be measured: the cause is not in them."""
+MOST_FAILURES = 20  # stop after so many in a row: their cause is not in the shards
 
 MOST_UNWRITTEN = 3  # the same if they were measured, and the disk or the store did not take them
 FAILURES_SHOWN = 10  # Failures that are said one by one at the end. A full disk may cause hundreds.
@@ -158,11 +157,7 @@ def tokens_of(plan: Plan, shards: np.ndarray) -> int:
 
 
 def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
-    """The shards that have no commit, and those with files that are not as committed.
-
-    Files are compared by name and size, or by content to `verify` them. The commits of damaged
-    shards are taken out of the commit log: a replica does not measure a shard that is committed.
-    """
+    """The shards without a commit, and those with damaged files, which leave the commit log."""
     run, manifest = plan.run, plan.manifest
     commit_log = run.commit_log(["stop", *(BY_CONTENT if verify else BY_SIZE)])
     shards = commit_log["shard"].to_numpy()

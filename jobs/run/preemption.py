@@ -38,8 +38,7 @@ class LeaveNotice:
     """
 
     def __init__(self) -> None:
-        self.is_loaded = False
-        """Whether the process has something to finish. One that is still loading exits at once."""
+        self.is_loaded = False  # while it is loading there is nothing to finish: it exits at once
         self._reason = ""
         self._told = threading.Event()
         self._calls = 0
@@ -115,11 +114,7 @@ def _exit() -> None:
 
 
 def gone_nodes(node_ids: set[str]) -> set[str]:
-    """Which of some nodes are dead, even if Ray's head has not noticed it yet.
-
-    The head notices by missed heartbeats, 15 s later. Ray's process on a dead node does not accept
-    connections any more.
-    """
+    """Which of some nodes are dead: they take no connections 15 s before Ray's head notices."""
     alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
     hosts = [node["NodeManagerAddress"] for node in alive]
     ports = [node["NodeManagerPort"] for node in alive]

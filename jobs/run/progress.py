@@ -1,7 +1,5 @@
 """Progress of a scan in tokens: a bar on a terminal, elsewhere a line every few seconds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,8 +12,7 @@ from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import counted
 from headcount.schemas.files.commit import Commit, Failure
 
-Show = Callable[[str, float | None], None]
-"""Shows words, and the share that is done; None if nobody knows how much there is."""
+Show = Callable[[str, float | None], None]  # words and a share, None if unknown
 
 QUIET_SECONDS = 10.0  # seconds between two lines if the console is not a terminal
 
@@ -25,7 +22,7 @@ def show_progress(
     tokens: int,
     done: int,
     console: Console,
-    all_runs: WholeProgress | None = None,
+    all_runs: "WholeProgress | None" = None,
 ) -> list[Failure]:
     """Show progress, of one run and of `all_runs`, until the outcomes end; returns the failures."""
     done_before = done

@@ -39,8 +39,7 @@ from headcount.workers.shard import (
 
 DEPTH = 3  # shards that a replica works at: one is read, one is measured, one is written
 
-CALLS = DEPTH + 2
-"""Calls that an actor runs at once: its shards, the wait for a notice, and one short call."""
+CALLS = DEPTH + 2  # calls at once: its shards, the wait for a notice, and one more
 
 
 class ReplicaPlace(NamedTuple):

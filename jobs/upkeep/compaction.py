@@ -54,11 +54,8 @@ from headcount.schemas.files.places import Place, listed, names, reason
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.scans.kinds import OF_MERGED, TABLES
 
-ROWS = 2_000_000
-"""Rows of the largest table, `heads` or `profiles`, in a group. A shard with more is a group."""
-
-MOST_SHARDS = COMMITS_PER_SEGMENT
-"""Shards of a group, however small they are: their files are read at once."""
+ROWS = 2_000_000  # rows of the largest table in a group; a shard with more is a group
+MOST_SHARDS = COMMITS_PER_SEGMENT  # of a group, however small: their files are read at once
 
 LARGE_ROWS = ROWS // 2
 """Rows from which on a complete run is merged without being asked. The rows of a smaller one answer

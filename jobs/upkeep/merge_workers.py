@@ -19,8 +19,7 @@ from headcount.jobs.upkeep.merged_files import (
 )
 from headcount.schemas.errors import RunError
 
-PROCESS_BYTES = 1e9
-"""Memory that a process needs for a group of two million rows of GPT-2's statistics."""
+PROCESS_BYTES = 1e9  # memory of a process, for two million rows of GPT-2's statistics
 
 
 def merging(processes: int, address: str | None) -> MergeGroups:

@@ -44,8 +44,7 @@ from headcount.workers.measurements.rollups import rolled_up
 
 ROW_GROUP = 65_536  # rows of a row group, which a reader reads or skips together
 
-DISK_READERS = 4
-"""Files of a disk that a process reads at once. More threads would wait for one another."""
+DISK_READERS = 4  # files of a disk that are read at once; more threads would wait
 
 Problems = dict[int, str]  # what the user is told of each shard that cannot be merged
 
@@ -72,8 +71,7 @@ class Group:
 class Merged:
     """Merged files that no commit names yet."""
 
-    commits: pa.Table
-    """The commits of the merged shards as they must become. They name the merged files."""
+    commits: pa.Table  # of the merged shards, naming the merged files
     old_paths: list[str]  # the files that held these rows
     problems: Problems
 
@@ -114,8 +112,7 @@ def merge_group(group: Group) -> Merged:
     return Merged(COMMITS.empty_table(), [], problems)
 
 
-merged_here: MergeGroups = partial(map, merge_group)
-"""Merges one group after the other in this process."""
+merged_here: MergeGroups = partial(map, merge_group)  # one after the other, in this process
 
 
 def _merge_files(group: Group) -> Merged:

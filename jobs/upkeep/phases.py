@@ -13,8 +13,6 @@ lives. The file does not lie in the run's directory, which need not exist yet; n
 run. A driver that ends well deletes its file; one that was stopped or failed leaves its reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -128,7 +126,7 @@ def _delete(file: Place) -> None:
 class _Heartbeat:
     """What the driver in this process says, and the thread that writes it."""
 
-    of_process: _Heartbeat | None = None
+    of_process: "_Heartbeat | None" = None
     """That of the one command of this process. As a parameter it would go through every function
     between a command and the tokenising of its corpus.
     """

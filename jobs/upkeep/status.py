@@ -22,8 +22,7 @@ from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.places import Place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs, holds_whole_shard, pc
 
-RECENT = timedelta(minutes=10)
-"""A replica's speed is taken from its commits in this time before the run's last commit."""
+RECENT = timedelta(minutes=10)  # a speed is of commits this long before the run's last
 
 REASONS = 10  # failures and damaged files that are read and shown; the others are counted
 
@@ -56,8 +55,7 @@ class Status:
     run: str
     begun: bool = True  # Whether it has a manifest. Before, only its drivers are known.
     complete: bool = False
-    phase: str | None = None
-    """What its drivers do, or why the last one ended; none if no driver says anything."""
+    phase: str | None = None  # what its drivers do, or why the last one ended; none without any
     model: str = "-"
     input: str = "-"
     created: str = "-"
@@ -65,24 +63,18 @@ class Status:
     done: int = 0
     missing: int = 0
     failed: int = 0  # of the missing ones, those with an attempt that failed
-    damaged: int = 0
-    """Of the missing ones, those with a commit whose files are gone or of another size."""
+    damaged: int = 0  # of the missing ones, those committed whose files are not whole
     tokens: int = 0
     tokens_done: int = 0
     bad_rows: int = 0
-    damage: list[str] = field(default_factory=list)
-    """What is wrong with the first few damaged files."""
-    documents: dict[str, int] | None = None
-    """Documents of the corpus by what became of them; none without a corpus."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """The error of each of the first few failed shards."""
+    damage: list[str] = field(default_factory=list)  # problems of the first damaged files
+    documents: dict[str, int] | None = None  # of the corpus, by their fate
+    failures: dict[int, str] = field(default_factory=dict)  # errors of the first failed shards
     last_commit: str | None = None  # time of the last commit, by the clock of the host that made it
     last_host: str | None = None
-    seconds_since: float | None = None
-    """Since the last commit, by the clock here; 0 if the host's clock is ahead."""
+    seconds_since: float | None = None  # by the clock here; 0 if the host's is ahead
     at_work: bool = False  # whether a driver was heard of lately
-    tokens_per_second: float | None = None
-    """Of all drivers together, as they say it; none if none has measured yet."""
+    tokens_per_second: float | None = None  # of all drivers; none if none has measured
     seconds_left: float | None = None
     replicas: list[Pace] = field(default_factory=list)
 

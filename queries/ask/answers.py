@@ -18,8 +18,7 @@ from headcount.schemas.errors import QueryError, unknown
 BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
 ATTEMPTS = 20  # how often a query is asked whose files are merged before it has read them
 
-INTERRUPTS = 300
-"""How often a query is interrupted before it is given up, a tenth of a second apart."""
+INTERRUPTS = 300  # tries to interrupt a query, a tenth of a second apart
 
 EXPLAIN = re.compile(r"(?:\s|--.*\n|/\*.*?\*/)*EXPLAIN(?:\s+ANALYZE)?\b", re.IGNORECASE)
 """What an EXPLAIN begins with, after spaces and comments."""

@@ -20,8 +20,7 @@ class SqlMistake(QueryError):
 
     def __init__(self, text: str, pointer: str | None = None) -> None:
         super().__init__(text)
-        self.pointer = pointer
-        """The line of SQL with the mistake, and below it carets. None if no place is known."""
+        self.pointer = pointer  # the line of SQL, and carets below its mistake; None if unknown
 
 
 def query_error(error: Exception) -> SqlMistake:

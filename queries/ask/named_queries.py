@@ -24,8 +24,7 @@ from headcount.schemas.packages import PACKAGE
 
 QUERIES = PACKAGE / "queries" / "sql"  # the folder whose `.sql` files are the named queries
 
-SqlType: TypeAlias = Literal["VARCHAR", "DOUBLE", "BIGINT", "BOOLEAN"]
-"""The types that parameters have."""
+SqlType: TypeAlias = Literal["VARCHAR", "DOUBLE", "BIGINT", "BOOLEAN"]  # of parameters
 
 WORDS_OF_TYPES: Mapping[SqlType, str] = {
     "VARCHAR": "TEXT",

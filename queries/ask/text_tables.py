@@ -14,14 +14,12 @@ from headcount.schemas.errors import printable
 
 TABLE_ROWS = 40  # rows that a table shows if no limit is given
 
-COUNTED_ROWS = 10_000
-"""Rows beyond those shown that a table reads only to count them. It counts no more than these."""
+COUNTED_ROWS = 10_000  # rows that a table reads only to count them, at most
 
 CELL_CHARACTERS = 60  # characters that a table shows of a cell
 VALUE_CHARACTERS = 2_000  # characters that are shown of a value which has a line of its own
 
-VERTICAL_LINES = 60
-"""A table wider than its terminal is written one column a line if that makes no more lines."""
+VERTICAL_LINES = 60  # a table too wide is written vertically if in no more lines
 
 NAMED_COLUMNS = 12  # columns that are named if they do not fit
 GAP = "   "  # what stands between two columns

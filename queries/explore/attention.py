@@ -30,8 +30,7 @@ class Attention(Query):
     head: Head
     sequence: NonNegativeInt
     statistic: str | None = None  # the statistic whose keys are marked
-    start: NonNegativeInt | None = None
-    """The first token that is shown. None is somewhat before the first marked one."""
+    start: NonNegativeInt | None = None  # first token that is shown; None: before a marked one
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Only curves are as large as the rows."""

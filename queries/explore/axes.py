@@ -8,12 +8,10 @@ from headcount.queries.sql_text import quoted_name
 BINS = 128  # Bins of an axis. A brush begins and ends at their edges.
 DRAWN_BINS = BINS // 2  # bins that a histogram draws: each is two bins of the axis
 
-FILLED_SHARE = 1 / 3
-"""An axis shows the whole range of a statistic if the values fill this share of it."""
+FILLED_SHARE = 1 / 3  # an axis shows a whole range if values fill this share of it
 
 
-NEAR_ZERO = 0.25
-"""An axis begins at zero if the smallest value is nearer to it than this share of the width."""
+NEAR_ZERO = 0.25  # an axis begins at zero if values begin nearer, as a share of their width
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The runs as they are committed now: what the page lists of them, and what queries need."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from threading import Lock
 from typing import Any, TypeAlias
@@ -31,8 +29,7 @@ from headcount.schemas.files.places import place
 from headcount.schemas.files.tables import CURVES, HEADS, PROFILES, ROLLUPS, SEQUENCES
 from headcount.schemas.scans.kinds import OF_MERGED
 
-LARGE_RUN_ROWS = 20_000_000
-"""Above so many rows of one intervention, brushes and histograms read a sample of sequences."""
+LARGE_RUN_ROWS = 20_000_000  # of one intervention; with more, brushes read a sample
 
 AXIS_ROWS = 50_000  # rows of the first sequences from which the ends of an axis are taken, about
 TAIL = 0.0005  # share of the values that lie beyond each end of an axis
@@ -48,8 +45,7 @@ FIRST_STATISTICS = (
 """Statistics that a page shows first, if a run has them. It shows as many of others if not."""
 
 
-Ends: TypeAlias = tuple[float | None, float | None]
-"""The smallest and the largest value of an axis. None if no value is defined."""
+Ends: TypeAlias = tuple[float | None, float | None]  # of an axis: low, high; None without values
 
 
 class PageRuns:
@@ -65,8 +61,7 @@ class PageRuns:
             "SELECT name, unit, range_low, range_high, meaning, formula, source, uniform_baseline "
             "FROM statistics ORDER BY name"
         )
-        self._subsets: dict[str, list[str]] = {}
-        """The subsets of the Pile that each run has sequences of."""
+        self._subsets: dict[str, list[str]] = {}  # of the Pile, that each run has sequences of
         subsets = database.rows(
             "SELECT DISTINCT run_id, pile_set_name FROM sequences "
             "WHERE pile_set_name IS NOT NULL ORDER BY ALL"
@@ -77,8 +72,7 @@ class PageRuns:
         self._sequence_columns = database.columns("sequences")
         self._run_by_id = {run.directory.run_id: run for run in self._runs}
         self._facts = {record["run_id"]: self._facts_of(record) for record in self._records}
-        self._samples: dict[tuple[str, str], str] = {}
-        """Tables with the sample of a run under an intervention."""
+        self._samples: dict[tuple[str, str], str] = {}  # tables, by run and intervention
         self._lock = Lock()  # held while a sample is read: two queries must not read the same one
         if any(facts.has_rollups for facts in self._facts.values()):
             # Queries are asked on cursors of the connection, which make no views.
@@ -88,8 +82,7 @@ class PageRuns:
         if any(effects_among(facts.statistics) for facts in self._facts.values()):
             make_views(database.connection, "effect_calibration calibrated_effects")
         self._axes: dict[tuple[str, str], Axis] = {}
-        self.is_verified = False
-        """Whether what repeats the rows of heads was compared with its commits."""
+        self.is_verified = False  # whether what repeats rows was compared with its commits
         self.has_verified_rows = False  # whether the rows were compared too
 
     def is_current(self, path: str, code: str | None, read: ReadRun) -> bool:
@@ -118,7 +111,7 @@ class PageRuns:
         # Not before: meanwhile another query may ask.
         self.is_verified, self.has_verified_rows = True, rows
 
-    def verified(self, rows: bool) -> PageRuns:
+    def verified(self, rows: bool) -> "PageRuns":
         """The same runs, compared with their commits before anything is noted of them."""
         self.verify(rows)
         if _runs_of(self.database) is self._runs:
@@ -267,8 +260,7 @@ class PageRuns:
         return dict(zip(statistics, zip(values[::2], values[1::2], strict=True), strict=True))
 
 
-_ROLLED_UP_VIEWS = ("head_summaries", "subset_summaries")
-"""The views over roll-ups that queries read."""
+_ROLLED_UP_VIEWS = ("head_summaries", "subset_summaries")  # views over roll-ups
 
 _SHOWN_OF_RUN = (
     *("run_id", "name", "model", "input_family", "n_ctx", "n_layers", "n_heads", "interventions"),

@@ -35,8 +35,7 @@ from headcount.schemas.errors import QueryError, unknown
 MOST_STATISTICS = 12  # histograms that one query asks for at most
 MOST_SEQUENCES = 20  # sequences that one query names at most
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
-"""An array of some shape and type. The answer's header says which."""
+Array: TypeAlias = "np.ndarray[Any, Any]"  # an array, as the answer's header describes it
 
 Header: TypeAlias = dict[str, Any]  # what an answer says besides its arrays, as JSON
 
@@ -61,16 +60,12 @@ class RunFacts:
     heads: int
     interventions: tuple[str, ...]
     statistics: tuple[str, ...]
-    uniform_baseline: frozenset[str] = frozenset()
-    """Statistics with a uniform baseline in `sequences`."""
-    axes: dict[str, Axis] = field(default_factory=dict[str, Axis])
-    """The axis of each statistic that was asked for."""
+    uniform_baseline: frozenset[str] = frozenset()  # statistics that have one in `sequences`
+    axes: dict[str, Axis] = field(default_factory=dict[str, Axis])  # by statistic asked for
     every: int = 1  # in a large run, brushes and histograms read one of so many sequences
     has_rollups: bool = False  # whether means come from roll-ups and not from rows
-    has_large_sample: bool = False
-    """Whether the sample of a merge has enough rows for the ends of axes."""
-    sample: str | None = None
-    """A table of that sample, under the intervention of a query. None before it was read."""
+    has_large_sample: bool = False  # whether the sample of a merge suffices for ends of axes
+    sample: str | None = None  # table of that sample, under a query's intervention, once read
     profiles: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Profiles by lag, key or query that the run averaged over sequences."""
     kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
@@ -93,8 +88,7 @@ class Statement:
     """SQL that answers a query, and tables that it needs while it runs."""
 
     sql: str
-    temporary_tables: dict[str, str] = field(default_factory=dict[str, str])
-    """SQL of each temporary table, by name."""
+    temporary_tables: dict[str, str] = field(default_factory=dict[str, str])  # SQL by name
 
 
 @dataclass(frozen=True)
@@ -117,8 +111,7 @@ class Scope(_Closed):
     run_id: str
     intervention: str = "none"
     subset: str | None = None  # Subset of the Pile. None is all of them.
-    layers: tuple[NonNegativeInt, NonNegativeInt] | None = None
-    """First and last layer. None is all of them."""
+    layers: tuple[NonNegativeInt, NonNegativeInt] | None = None  # first and last; None is all
 
     def conditions(self, facts: RunFacts, *, sampled: bool) -> list[str]:
         """Conditions on rows of `heads`; `sampled` reads only those of `facts.sampled_rows`."""
@@ -189,8 +182,7 @@ class Query(_Closed):
 
     reads_sample: ClassVar[bool] = False  # whether it is about the sample of a large run
     rollups_answer: ClassVar[bool] = False  # whether roll-ups answer it, of a run that has them
-    bins_of: ClassVar[tuple[str, ...]] = ("brushes",)
-    """The fields that name statistics whose axes the query needs."""
+    bins_of: ClassVar[tuple[str, ...]] = ("brushes",)  # fields that name statistics with axes
 
     scope: Scope
 
@@ -261,8 +253,7 @@ class Heatmap(Query):
     kind: Literal["heatmap"]
     head: Head | None = None
     statistic: str | None = None  # None is all of them
-    changes: bool = False
-    """Not the numbers but what the intervention changes in them, over pairs of one sequence."""
+    changes: bool = False  # instead: what an intervention changes, over pairs of one sequence
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Pairs of rows are in no roll-up."""

@@ -1,7 +1,5 @@
 """Answers queries about runs on threads: each has a deadline, and can be interrupted."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -41,11 +39,8 @@ from headcount.workers.run_model import RunModels
 
 DEADLINE = 20.0  # seconds after which a query is given up by default
 
-FRESH_SECONDS = 2.0
-"""A page that asks for the runs within this time gets them as they were looked at last."""
-
-INTERRUPT_SECONDS = 0.02
-"""Time between two interrupts. One that comes before a statement has begun is lost."""
+FRESH_SECONDS = 2.0  # a page that asks so soon gets the runs as they were seen last
+INTERRUPT_SECONDS = 0.02  # between two interrupts: one that comes too early is lost
 
 CLOSING_SECONDS = 5.0  # seconds in which running queries are stopped when the server ends
 THREADS = 2  # Queries of the page that are answered at once. DuckDB uses all cores for each.
@@ -102,8 +97,7 @@ class Engine:
         self.model_thread = ThreadPoolExecutor(1, "model")
         # A tokenizer is opened once, and by one thread.
         self.text_thread = ThreadPoolExecutor(1, "text")
-        self.interrupted = 0
-        """Queries that were stopped: too long, or nobody waited for them any more."""
+        self.interrupted = 0  # queries that were stopped: too long, or nobody waited
         self._running: dict[Future[Any], Interruptible] = {}
         # asyncio itself holds tasks weakly: one that nobody else holds may vanish before it ends.
         self._stopping: set[asyncio.Task[None]] = set()
@@ -238,7 +232,7 @@ class Engine:
         self,
         threads: ThreadPoolExecutor,
         runs: PageRuns,
-        work: Callable[[Interruptible], T],
+        work: "Callable[[Interruptible], T]",
     ) -> T:
         """Do some work on a thread, until the deadline or until nobody waits for it."""
         connection = Interruptible(runs.database.connection)
@@ -331,7 +325,7 @@ def _header(query: Query, facts: RunFacts) -> Header:
     return {"axes": axes, "sql": sql, "every": facts.every}
 
 
-def _sql_rows(connection: Interruptible, text: str) -> Header:
+def _sql_rows(connection: "Interruptible", text: str) -> Header:
     # One row more than is shown tells whether there are more.
     answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
     rows: list[list[object]] = []

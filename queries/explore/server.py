@@ -28,8 +28,7 @@ from headcount.schemas.errors import HeadcountError, QueryError, printable
 from headcount.schemas.packages import PACKAGE
 
 PAGE = PACKAGE / "queries" / "page" / "explore"
-SHARED_PAGE = PACKAGE / "queries" / "page" / "shared"
-"""The page itself, which the explorer shares with the report."""
+SHARED_PAGE = PACKAGE / "queries" / "page" / "shared"  # shared with the report
 
 MOST_BYTES = 256 * 1024  # bytes of a request
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the server

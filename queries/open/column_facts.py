@@ -10,8 +10,7 @@ from headcount.queries.open.connection import OPENED, make_described_views, view
 from headcount.queries.open.descriptions import PREFIXES
 from headcount.schemas.scans.kinds import KINDS, TABLES
 
-SAME_RANGE = ("mean_", "max_", "uniform_")
-"""Prefixes of columns that have the range of the column that they sum up."""
+SAME_RANGE = ("mean_", "max_", "uniform_")  # prefixes that keep the range of a column
 
 Facts = dict[str, dict[str, str]]  # description, unit, range and source, by name of the column
 

@@ -46,8 +46,7 @@ from headcount.schemas.files.places import Place, StorePath, place
 from headcount.schemas.files.tables import HEADS, PARTITIONS
 from headcount.schemas.scans.kinds import TABLES
 
-MACROS = Path(__file__).with_name("internal") / "macros.sql"
-"""What all views compute spreads and errors by."""
+MACROS = Path(__file__).with_name("internal") / "macros.sql"  # of spreads and errors
 
 AT_AN_END = """
     OR lag(sequence) OVER in_order IS DISTINCT FROM sequence - 1
@@ -78,8 +77,7 @@ class OpenedRuns:
     tell: Tell
     shipped: ShippedViews = field(default_factory=lambda: ShippedViews({}))
     """The named queries, whose views are made when a query names them."""
-    is_described: bool = False
-    """Whether the database holds as comments what its views and columns mean."""
+    is_described: bool = False  # whether its views and columns have comments
     added_views: dict[str, str] = field(default_factory=dict[str, str])
     """The SQL of views that the caller added, by name. Each stands on earlier ones at most."""
     unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
@@ -93,8 +91,7 @@ class OpenedRuns:
         paths = [(run.directory.path, run) for run in self.runs]
         return [(path, run.done) for path, run in paths if isinstance(path, StorePath)]
 
-    lock: Lock = field(default_factory=Lock)
-    """Held while views are made or pointed at other files: threads share them."""
+    lock: Lock = field(default_factory=Lock)  # held while views are made: threads share them
 
 
 OPENED: WeakKeyDictionary[duckdb.DuckDBPyConnection, OpenedRuns] = WeakKeyDictionary()

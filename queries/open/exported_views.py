@@ -55,11 +55,7 @@ COUNTS = """
 
 
 def write_views(runs_path: str, output: Path, code: str | None = None) -> tuple[str, list[str]]:
-    """Write the views of runs, with absolute paths, into a DuckDB file that appears whole.
-
-    A reader that has an older file open goes on with that one. Returns a line that says what was
-    written, and one for each run that is left out, or of which files are.
-    """
+    """Write the views of runs into a DuckDB file that appears whole; returns lines about it."""
     # It replaces an older one, which should be no other file.
     check_suffix(output, ".duckdb", ".db")
     if output.exists() and not output.is_file():

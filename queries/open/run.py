@@ -24,8 +24,7 @@ class Run:
     manifest: Manifest
     commit_log: pa.Table  # one row per commit, in shard order
     code: str | None  # Only shards that this code measured are read. None reads all.
-    damaged: list[Damage]
-    """Committed files that are not as committed. The caller decides whether to tell the user."""
+    damaged: list[Damage]  # not as committed; the caller decides whether to tell the user
 
     @property
     def damaged_rollups(self) -> list[Damage]:
@@ -48,7 +47,7 @@ class Run:
         return self.commit_log.filter(pa.array(self.is_whole))
 
     def files(self, table: str, unrolled: bool = False) -> list[str]:
-        """Full paths of a table's files that count; `unrolled`: without those of roll-ups."""
+        """Full paths of a table's files that count; `unrolled`: if no roll-up repeats them."""
         files = pc.list_flatten(self.done["files"])
         is_read = pc.equal(pc.struct_field(files, "table"), table)
         paths = pc.struct_field(files, "path")
@@ -131,8 +130,7 @@ def _read_once(directory: RunDirectory, code: str | None) -> Run:
     return Run(directory, manifest, commit_log, code, directory.damaged_files(commit_log))
 
 
-ReadRun = Callable[[RunDirectory, str | None], Run]
-"""Reads a run, or the shards of it that some code measured."""
+ReadRun = Callable[[RunDirectory, str | None], Run]  # reads what some code measured
 
 
 def read_runs(

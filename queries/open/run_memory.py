@@ -18,8 +18,7 @@ from headcount.schemas.files.damage import data_folders
 from headcount.schemas.files.places import Fingerprint, Place, fingerprint, reason
 from headcount.schemas.files.run_directory import RunDirectory
 
-State = dict[str, Fingerprint]
-"""What the manifest and the directories of a run look like, by path in the run."""
+State = dict[str, Fingerprint]  # what its manifest and directories look like, by path
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ def _schema(table: str) -> pa.Schema:
 MODEL_SIZES = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_head")
 """Columns of `runs` that a manifest has under the same names in its description of the model."""
 
-FormulaFacts = dict[str, Any]
-"""What a manifest says of one formula: unit, range, meaning, fingerprint and more."""
+FormulaFacts = dict[str, Any]  # what is said of a formula: unit, range, meaning, and more
 
 
 def formulas(runs: list[Run], field: str) -> dict[str, FormulaFacts]:

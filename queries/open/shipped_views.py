@@ -41,10 +41,8 @@ class ShippedViews:
     """
 
     queries: dict[str, NamedQuery]
-    created: set[str] = field(default_factory=set[str])
-    """Queries that have a view, which answers or says why not."""
-    reasons: dict[str, str] = field(default_factory=dict[str, str])
-    """Why some cannot be answered from these runs."""
+    created: set[str] = field(default_factory=set[str])  # views that answer, or say why not
+    reasons: dict[str, str] = field(default_factory=dict[str, str])  # why some cannot be answered
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     """The column that a view needs and no run has, by name of the view."""
     foundation: Callable[[duckdb.DuckDBPyConnection], None] | None = None

@@ -46,8 +46,7 @@ class Excerpt:
     length: int  # tokens of the whole sequence
     tokens: list[str]  # text of each token, or its number if no tokenizer is at hand
     marked: list[int]  # indices of the tokens that the statistic is about
-    weights: list[float] | None
-    """Attention that each token receives. None if the run did not measure it."""
+    weights: list[float] | None  # attention that each token receives; None if not measured
     pile_set_name: str | None
 
 

@@ -98,8 +98,7 @@ class HeadCard:
     heads: int  # heads that were measured: what percentiles are among
     statistics: list[CardStatistic]
     distributions: dict[str, CardDistribution]  # by statistic
-    subsets: dict[str, list[CardSubset]]
-    """By statistic. Empty if the input has no subsets of the Pile."""
+    subsets: dict[str, list[CardSubset]]  # by statistic; empty if the input has none of the Pile
     curves: list[HeadCurve]
     effects: list[CardEffect]
     most: dict[str, list[Excerpt]]  # by statistic, the sequences in which the head is most active

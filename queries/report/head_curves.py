@@ -19,8 +19,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 MOST_POINTS = 48  # points of a curve in a page
 
-AXES = ("lag", "key", "query")
-"""Axes of the curves that a page draws. Pairs and dimensions are not lines."""
+AXES = ("lag", "key", "query")  # of curves that are lines, unlike pairs and dimensions
 
 
 @dataclass(frozen=True)

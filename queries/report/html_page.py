@@ -14,11 +14,8 @@ from headcount.queries.ask.formats import check_suffix
 from headcount.schemas.errors import QueryError
 from headcount.schemas.packages import PACKAGE
 
-PAGE = PACKAGE / "queries" / "page" / "shared"
-"""Markup, style and modules that pages share with the explorer."""
-
-TEMPLATES = PACKAGE / "queries" / "page" / "report"
-"""Layouts and scripts of the report and the card of a head."""
+PAGE = PACKAGE / "queries" / "page" / "shared"  # what pages share with the explorer
+TEMPLATES = PACKAGE / "queries" / "page" / "report"  # layouts and scripts of report and card
 
 DRAWING = ("colours.js", "draw.js", "data.js")
 CARD = (*DRAWING, "behind.js", "histogram.js", "card.js")

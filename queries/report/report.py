@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
 LABELLED_HEADS = 10  # heads of a scatter plot that may have a label
 
-MOST_DETAILED_CELLS = 60_000
-"""Heads times statistics, over all sections, whose distributions and subsets fit into one file."""
+MOST_DETAILED_CELLS = 60_000  # heads times statistics whose details fit into one file
 
 MOST_EXCERPTS = 2_400  # excerpts of texts in one file
 
@@ -94,7 +93,7 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
         },
         "sections": sections,
     }
-    write_html(TEMPLATES / "report", output, {"runs": runs}, json_value(data), REPORT)
+    write_html(TEMPLATES / "report", output, {}, json_value(data), REPORT)
 
 
 def _detail(runs: Iterable[Record]) -> Detail:

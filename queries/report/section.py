@@ -32,8 +32,7 @@ from headcount.schemas.scans.measured_heads import Head
 
 MEANS = ("mean", "standard_error", "minimum", "maximum", "effective_documents")
 COUNTS = ("count", "documents", "undefined")
-NUMBERS = (*MEANS, *COUNTS)
-"""What is known of a statistic of a head over sequences. `standard_error` is over documents."""
+NUMBERS = (*MEANS, *COUNTS)  # of a statistic of a head; standard_error is over documents
 
 Numbers: TypeAlias = dict[str, Array]
 """By column, [statistic layer head]: MEANS are NaN where they are undefined, COUNTS are uint32."""
@@ -77,12 +76,10 @@ class Section:
     n_heads: int
     statistics: list[str]  # those that were measured, in the order of all arrays
     numbers: Numbers
-    uniform_baseline: dict[str, float | None]
-    """What uniform attention would score on the same sequences, by statistic."""
+    uniform_baseline: dict[str, float | None]  # of uniform attention, on the same sequences
     histograms: dict[str, Histograms] = field(default_factory=dict[str, Histograms])  # by statistic
     subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])  # by subset of the Pile
-    changes: Numbers | None = None
-    """What the intervention changes: means over pairs of the same sequence."""
+    changes: Numbers | None = None  # what the intervention changes, over pairs of one sequence
     curves: list[Curve] = field(default_factory=list[Curve])
 
     def percentile(self, statistic: int, head: Head) -> float:

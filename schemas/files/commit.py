@@ -17,8 +17,7 @@ class DataFile(BaseModel):
     path: str
     rows: int  # rows of this shard
     bytes: int  # size of the file
-    shards: int = 1
-    """Number of shards with rows in the file; more than one after `headcount compact`."""
+    shards: int = 1  # number of shards with rows in it; more than one after `headcount compact`
     digest: str  # digest of the content (`schemas.files.digests`)
 
 
@@ -60,8 +59,7 @@ class Commit(BaseModel):
     shard it already computes the next.
     """
     idle_seconds: float  # how long the replica waited for this shard without computing anything
-    finished: datetime
-    """Time of the commit by the host's clock. Only the speed in `headcount status` reads it."""
+    finished: datetime  # by the host's clock; only the speed in `status` reads it
     host: str
     replica: str  # identifies the replica among those of the run
     attempt: int
@@ -79,8 +77,7 @@ class Failure:
 
     shard: int
     error: str
-    of_writing: bool = False
-    """Whether the shard was measured, and the disk or the store did not take it."""
+    of_writing: bool = False  # whether it was measured, and the disk or store did not take it
     is_last: bool = True  # whether this command does not try the shard again
 
 

@@ -42,8 +42,7 @@ pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker
 
 COMMITS_PER_SEGMENT = 4096  # commits that are gathered into one file
 
-READERS = 16
-"""Files read or deleted at once. A store answers each request slowly, but many at a time."""
+READERS = 16  # files read or deleted at once: a store is slow for each, not for many
 
 DISK_READERS, FEW_FILES = 4, 64
 """Files of a disk that are read at once; of so few, one after the other before threads start."""

@@ -29,13 +29,11 @@ DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"
 """Names of the folders and files of data. A commit that names another path is damaged."""
 
-BY_SIZE = ["files.path", "files.bytes"]
-"""Columns of a commit log that `files_damaged_by_size` reads."""
+BY_SIZE = ["files.path", "files.bytes"]  # what `files_damaged_by_size` reads
 
 BY_CONTENT = ["stop", "files"]  # columns of a commit log that `examined_files` reads
 
-ROUNDING = 0.01
-"""How far a value may lie outside its range, as a share of the bound: bfloat16 rounds by 0.4 %."""
+ROUNDING = 0.01  # share of a bound by which a value may pass it: bfloat16's is 0.4 %
 
 
 Bounds = Mapping[str, tuple[float, float]]
@@ -147,8 +145,7 @@ def _actual_sizes(directory: Place, paths: pa.ChunkedArray) -> np.ndarray:
     return np.where(found["name"] == wanted, found["size"], GONE)
 
 
-NOT_OURS, GONE = -2, -1
-"""Stand for the size of a path that no file of a run has, and of a file that does not exist."""
+NOT_OURS, GONE = -2, -1  # in place of the size of a path that is none of ours, or is gone
 
 
 def _size_problem(actual: int, committed: int) -> str:
@@ -185,18 +182,14 @@ def committed_files(
 
 
 def examined_files(
-    home: Place,
-    manifest: Manifest,
-    commit_log: pa.Table,
-    tables: Iterable[str] = TABLES,
-    threads: int = READERS,
+    home: Place, manifest: Manifest, commit_log: pa.Table, tables: Iterable[str] = TABLES
 ) -> Iterator[tuple[CommittedFile, str | None]]:
     """The files of a commit log, each once, with what is wrong with it: None if nothing is."""
     bounds = declared_bounds(manifest)
     files = committed_files(commit_log, tables)
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         # A few at a time: the pool would read ahead without limit if nobody took its results.
-        while batch := list(islice(files, 4 * threads)):
+        while batch := list(islice(files, 4 * READERS)):
             problems = pool.map(lambda file: problem(home, file, bounds), batch)
             yield from zip(batch, problems, strict=True)
 

@@ -4,8 +4,6 @@ The counts have a file of their own beside the index of the corpus, so that `hea
 queries do not have to read the index.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,8 +16,7 @@ FATES = ("used", "too short", "empty", "bad", "skipped", "not needed")
 
 OTHER = "not asked for"  # what becomes of a document that `where` does not select
 
-SHOWN_PARTS = 50
-"""Parts of a corpus with a count of their own. The smaller ones are counted together."""
+SHOWN_PARTS = 50  # with a count of their own; smaller ones are counted together
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Fates:
     """Documents by part and fate, the largest part first; part "" has documents without a part."""
 
     @classmethod
-    def of_parts(cls, parts: Mapping[str, Mapping[str, int]]) -> Fates:
+    def of_parts(cls, parts: Mapping[str, Mapping[str, int]]) -> "Fates":
         """The fates of a corpus, from counts by part and fate."""
         largest_first = sorted(parts, key=lambda name: (-sum(parts[name].values()), name))
         # A corpus may name a part per document. Its counts must stay a small file.

@@ -124,8 +124,7 @@ class _Source(NamedTuple):
 
     text: str
     names: frozenset[str]
-    attributes: frozenset[str]
-    """A method is known by its name alone: the tree does not say whose attribute it is."""
+    attributes: frozenset[str]  # by name alone: the tree does not say whose they are
 
 
 @cache

@@ -11,13 +11,11 @@ from headcount.schemas.files.tables import SAMPLE_ROWS
 Records = dict[str, dict[str, dict[str, Any]]]
 """What each name means: a record by name, by the manifest's field that describes the name."""
 
-Meanings = dict[str, dict[str, str]]
-"""Fingerprint by name, by the manifest's field that describes the name."""
+Meanings = dict[str, dict[str, str]]  # fingerprint by name, by the field that describes it
 
 Location = str | list[str]  # a place, or several of them, as a scan names them
 
-LAYOUT: Final = 5
-"""The layout of a run's files; a change after which other code would misread them has the next."""
+LAYOUT: Final = 5  # of a run's files; a change that other code would misread has the next
 
 
 class _ScanFacts(BaseModel):
@@ -29,18 +27,13 @@ class _ScanFacts(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Everything that made the run, resolved.
-
-    `identity` never changes. A run grows in `shards` and `sequences`. The other fields are for the
-    record.
-    """
+    """What made the run, resolved: `identity` never changes, `shards` and `sequences` may grow."""
 
     model_config = ConfigDict(frozen=True)
     layout: Literal[5]  # the layout of the run's files, `LAYOUT`
     run_id: str
     created: str
-    identity: dict[str, Any]
-    """What the rows mean, apart from the code: the scan, the model and the corpus."""
+    identity: dict[str, Any]  # what rows mean, apart from code: scan, model and corpus
     shards: int
     sequences: int
     # The last settings of what does not change any row.
@@ -48,21 +41,16 @@ class Manifest(BaseModel):
     bad_rows: float = 0.01
     bad_rows_in_a_row: int = 100
     corpora: str | None = None
-    calibrates: str | None = None
-    """The run beside which it measures losses, for `headcount calibrate` or an export."""
-    kinds: Records
-    """What each formula is, by field of the scan (`schemas.scans.kinds.KINDS`) and name."""
+    calibrates: str | None = None  # the run beside which it measures losses
+    kinds: Records  # what each formula is, by field of the scan (`KINDS`) and name
     inputs: dict[str, dict[str, Any]] = {}
     interventions: dict[str, dict[str, Any]] = {}
     model: dict[str, Any]
     code: str  # fingerprint of the code that began the run
-    other_codes: dict[str, Meanings] = {}
-    """Other code that continued the run: by its fingerprint, what every name means in it."""
+    other_codes: dict[str, Meanings] = {}  # by fingerprint of code that continued the run
     versions: dict[str, str]
-    begun_in: str = ""
-    """Working directory in which the run began; relative paths in the scan start from it."""
-    places: dict[str, Location] = {}
-    """Where the model and the input files lie, by dotted field of the scan: the last setting."""
+    begun_in: str = ""  # working directory that relative paths of the scan start from
+    places: dict[str, Location] = {}  # where model and inputs lie now, by dotted field
 
     def stops(self, shards: int | np.ndarray) -> np.ndarray:
         """One past the last sequence of each shard; the last shard of a run may be short."""

@@ -12,8 +12,6 @@ runs/run_id=NAME-HASH/
                                    the commit log (commits.py)
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,7 +39,7 @@ class RunDirectory:
     path: Place
 
     @classmethod
-    def of(cls, out: str | Place, run_id: str) -> RunDirectory:
+    def of(cls, out: str | Place, run_id: str) -> "RunDirectory":
         """The directory of a run among the runs in `out`."""
         return cls(place(out) / f"run_id={run_id}")
 

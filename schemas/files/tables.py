@@ -35,8 +35,7 @@ class Column:
     type: pa.DataType
     description: str
     nullable: bool = True
-    facts: tuple[tuple[str, str], ...] = ()
-    """More metadata of the Parquet field: unit, source, range."""
+    facts: tuple[tuple[str, str], ...] = ()  # more metadata of the field: unit, source, range
 
     @property
     def field(self) -> pa.Field:
@@ -68,11 +67,9 @@ class Table:
     content: str  # what a row holds, in a few words
     keys: tuple[Column, ...]  # columns that are never NULL, besides those of `PARTITIONS`
     columns: tuple[Column, ...] = ()  # other columns that every scan writes
-    order: tuple[str, ...]
-    """Columns by which merged files are sorted, so that readers can skip row groups."""
+    order: tuple[str, ...]  # sort columns of merged files, by which readers skip row groups
     written: Written
-    row_group: int | None = None
-    """Rows of a merged file that a reader reads or skips together, if not as many as usual."""
+    row_group: int | None = None  # rows of a group of a merged file, if not as many as usual
 
     @property
     def description(self) -> str:

@@ -7,8 +7,7 @@ from headcount.schemas.formula_kinds import profile
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Component, SquaredComponent
 
-FIRST_TOKENS = 4
-"""How many of the first tokens Expected Attention leaves out: their queries are unlike others."""
+FIRST_TOKENS = 4  # that Expected Attention leaves out, being unlike others
 
 EXPECTED_ATTENTION = "Devoto et al. 2025, arXiv 2510.00636; kvpress"
 Q_FILTERS = "Godey et al. 2025, arXiv 2503.02812; make_filters"

@@ -33,8 +33,7 @@ def _in_a_line(text: str | Path) -> str | Path:
 
 
 Name: TypeAlias = Annotated[str, AfterValidator(_in_a_line)]
-Location: TypeAlias = Annotated[str | Path, AfterValidator(_in_a_line)]
-"""A path, or the address of a place in a store."""
+Location: TypeAlias = Annotated[str | Path, AfterValidator(_in_a_line)]  # or an address in a store
 
 
 def checked(

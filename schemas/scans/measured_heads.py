@@ -1,7 +1,5 @@
 """Which heads of a model are measured, and how a scan names them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -60,7 +58,7 @@ class Head(NamedTuple):
         return f"L{self.layer}H{self.head}"
 
     @classmethod
-    def labelled(cls, label: str) -> Head | None:
+    def labelled(cls, label: str) -> "Head | None":
         """The head with a label as people write it; None if the text is no label.
 
         >>> Head.labelled("L5H1"), Head.labelled(" l10h0 "), Head.labelled("5.1")
@@ -99,12 +97,12 @@ class MeasuredHeads:
     by_layer: Mapping[int, tuple[int, ...]]  # the measured heads of each layer that has one
 
     @classmethod
-    def every(cls, n_layers: int, n_heads: int) -> MeasuredHeads:
+    def every(cls, n_layers: int, n_heads: int) -> "MeasuredHeads":
         """All heads of a model."""
         return cls(n_heads, dict.fromkeys(range(n_layers), tuple(range(n_heads))))
 
     @classmethod
-    def of(cls, n_heads: int, heads: Iterable[Head]) -> MeasuredHeads:
+    def of(cls, n_heads: int, heads: Iterable[Head]) -> "MeasuredHeads":
         """The given heads of a model."""
         of_layers = groupby(sorted(heads), lambda head: head.layer)
         return cls(n_heads, {layer: tuple(head.head for head in own) for layer, own in of_layers})

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 LARGEST_INTEGER = 2**63 - 1  # the largest integer of TOML, and of a column of 64 bits
 LARGEST_INT32 = 2**31 - 1  # the largest number of a column of 32 bits, such as `n_tokens`
 
-LARGEST_FACTOR = 1_000_000.0
-"""A larger factor would take most numbers out of the range of small number formats."""
+LARGEST_FACTOR = 1_000_000.0  # larger ones leave the range of small number formats
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_INT32)]
 Index = Annotated[int, Field(ge=0, le=LARGEST_INT32)]

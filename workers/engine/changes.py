@@ -1,7 +1,5 @@
 """What an intervention changes while a model runs: functions of activations, by layer or in all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import EllipsisType
@@ -124,7 +122,7 @@ class Changes:
         changes = self._of_pattern(layer)
         return changes[0].streaming if len(changes) == 1 else None
 
-    def given(self, values: Mapping[str, Any]) -> Changes:
+    def given(self, values: Mapping[str, Any]) -> "Changes":
         """The same changes, which may read these values too."""
 
         def with_values(change: Change) -> Change:

@@ -1,7 +1,5 @@
 """The dense engine: TransformerLens's hooks, and every pattern read whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -42,7 +40,7 @@ class DenseEngine(Engine):
         super().__init__(model, precision, changes)
         self._checked_patterns: set[tuple[int, int]] = set()  # by layer and length
 
-    def changed(self, changes: Changes) -> DenseEngine:
+    def changed(self, changes: Changes) -> "DenseEngine":
         """The same engine with other changes, under which patterns are checked anew."""
         return DenseEngine(self.model, changes)
 

@@ -3,8 +3,6 @@
 # Each question is described in `schemas.pattern`.
 # ruff: noqa: D102
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial
@@ -68,7 +66,7 @@ class DensePattern:
         self.was_asked_for_scores = True
         return self._scores
 
-    def only(self, heads: Sequence[int]) -> DensePattern:
+    def only(self, heads: Sequence[int]) -> "DensePattern":
         """The same pattern of some heads alone."""
         index = torch.tensor(heads, device=self.pattern.device)  # [some head]
         selected = copy.copy(self)
@@ -82,13 +80,13 @@ class DensePattern:
         selected.hidden = None if self.hidden is None else self.hidden.index_select(1, index)
         return selected
 
-    def not_yet_asked(self) -> DensePattern:
+    def not_yet_asked(self) -> "DensePattern":
         """A copy that has not been asked for scores, and will tell if it was."""
         duplicate = copy.copy(self)
         duplicate.was_asked_for_scores = False
         return duplicate
 
-    def revealed(self) -> DensePattern:
+    def revealed(self) -> "DensePattern":
         """The same pattern with scores as if nothing were hidden."""
         if self.hidden is None:
             return self
@@ -98,7 +96,7 @@ class DensePattern:
         return duplicate
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, facts: AttentionFacts) -> DensePattern:
+    def of(cls, q: Tensor, k: Tensor, facts: AttentionFacts) -> "DensePattern":
         """The pattern that q, k and the facts make, with no change of scores or pattern."""
         scores = all_scores(q, k, facts)
         return cls(pattern_of(scores, facts), scores, q, k, facts)
@@ -182,7 +180,7 @@ class DensePattern:
         is_earlier[:, 0] = False  # Key 0 is the sink, which the mean is held against.
         return self.scores.masked_fill(~is_earlier, 0).sum(-1) / is_earlier.sum(-1)
 
-    def without(self, b_Q: Tensor) -> DensePattern:
+    def without(self, b_Q: Tensor) -> "DensePattern":
         return DensePattern.of(self.q - b_Q[:, None], self.k, without_bias(self.facts))
 
     def received(self) -> Tensor:

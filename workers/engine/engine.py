@@ -1,7 +1,5 @@
 """What runs a model and shows its activations: what both engines have in common."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping
@@ -50,8 +48,7 @@ and v are in the cache, and again at the end of the layer, with `resid_post`. In
 what `read_late` does not name. Nothing outlives its layer.
 """
 
-OnFinal = Callable[[Tensor], None]
-"""Called with the stream after the last norm `[batch pos d_model]`, behind predictions."""
+OnFinal = Callable[[Tensor], None]  # takes the last norm's output `[batch pos d_model]`
 
 
 class StopPass(Exception):
@@ -116,7 +113,7 @@ class Engine(ABC):
             pass
 
     @abstractmethod
-    def run_pass(self, request: PassRequest) -> None:
+    def run_pass(self, request: "PassRequest") -> None:
         """The forward pass of `run`, which may end with `StopPass`."""
 
 

@@ -1,7 +1,5 @@
 """The fused engine: a model's bare modules, their attention replaced by `FusedPattern`."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -46,8 +44,7 @@ class FusedEngine(Engine):
     ) -> None:
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
         super().__init__(model, precision)
-        self.questions: set[str] = set()
-        """Questions that every sweep answers on its way; patterns add what they are asked."""
+        self.questions: set[str] = set()  # that every sweep answers on its way
         # The facts of the layers were held against the model's own attention when it was loaded.
         problem = model.attention_problem
         if problem is not None:
@@ -77,7 +74,7 @@ class _OfEveryHead(UserDict[str, Any]):
     are rotated back, when they are asked for: the copy lives no longer than its reader wants.
     """
 
-    def __init__(self, activations: Mapping[str, Any], of_pass: FusedPass) -> None:
+    def __init__(self, activations: Mapping[str, Any], of_pass: "FusedPass") -> None:
         super().__init__(activations)
         self.of_pass = of_pass
 

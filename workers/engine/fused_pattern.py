@@ -16,8 +16,6 @@ Query heads can share keys and values. Then these have fewer heads, and are not 
 # Each question is described in `schemas.pattern`.
 # ruff: noqa: D102
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +94,7 @@ class FusedPattern:
         self._answers: dict[str, Tensor] = {}
         self._sweep(self.questions)
 
-    def only(self, heads: Sequence[int]) -> FusedPattern:
+    def only(self, heads: Sequence[int]) -> "FusedPattern":
         """The same pattern of some heads alone; what has been answered is not computed again."""
         index = torch.tensor(heads, device=self.q.device)
         selected = copy.copy(self)
@@ -187,7 +185,7 @@ class FusedPattern:
         above = self._swept(f"above {first}")
         return above.masked_fill(self._positions() >= self.window, torch.nan)
 
-    def _attention_of(self, chosen: Tensor) -> Iterator[tuple[_Tile, Tensor]]:
+    def _attention_of(self, chosen: Tensor) -> "Iterator[tuple[_Tile, Tensor]]":
         """The tiles in which queries are chosen, `[batch query]`, and the attention in each."""
         # On the host at once, because every tile asks.
         is_chosen = chosen.cpu()
@@ -201,7 +199,7 @@ class FusedPattern:
             tile = _Tile(sequences, slice(first, last + 1), slice(first_key, last + 1))
             yield tile, self._tile_attention(tile)
 
-    def _tile_attention(self, tile: _Tile) -> Tensor:
+    def _tile_attention(self, tile: "_Tile") -> Tensor:
         """`A` of a tile, 0 where the query does not see the key: `[batch head query key]`."""
         lse = self.lse[tile.sequences, :, tile.queries, None]
         attention = _attention(self._tile_scores(tile), lse)
@@ -256,7 +254,7 @@ class FusedPattern:
         mean_score[..., self.window + 1 :] = torch.nan
         return mean_score
 
-    def without(self, b_Q: Tensor) -> FusedPattern:
+    def without(self, b_Q: Tensor) -> "FusedPattern":
         return FusedPattern(
             self.q - b_Q[:, None],
             self.k,
@@ -326,10 +324,10 @@ class FusedPattern:
     def _positions(self) -> Tensor:
         return torch.arange(self.n_ctx, device=self.q.device)
 
-    def _lags(self, tile: _Tile) -> Tensor:
+    def _lags(self, tile: "_Tile") -> Tensor:
         return distances(self._positions()[tile.queries], self._positions()[tile.keys])
 
-    def _tile_scores(self, tile: _Tile) -> Tensor:
+    def _tile_scores(self, tile: "_Tile") -> Tensor:
         """The scores of a tile; those of the future may be anything: `[batch head query key]`."""
         sequences, queries, keys = tile
         products = products_of(self.q[sequences, :, queries], self.k[sequences, :, keys])

@@ -36,11 +36,7 @@ def rounded(x: Tensor, number_format: str) -> Tensor:
 
 
 class WeightHalves:
-    """The weights of a model as two float16 numbers each, split once and not in every product.
-
-    They take as much memory as the weights in float32. Where a device has little left, a weight is
-    split in each product, as one that is no parameter of the model.
-    """
+    """Weights as two float16 numbers each, split once, not in every product, if memory allows."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = {parameter.data_ptr(): parameter for parameter in parameters}
@@ -149,11 +145,7 @@ class _OneDnnProduct(torch.autograd.Function):
 
 
 def outside_linears() -> AbstractContextManager[None]:
-    """Within it, no call passes through `LinearProducts`.
-
-    Patterns and formulas make thousands of small calls and no product of a linear layer. That each
-    passes through Python took a third of the time of a small batch.
-    """
+    """Within it, no call passes `LinearProducts`, which took a third of a small batch's time."""
     return torch._C.DisableTorchFunction()
 
 

@@ -50,8 +50,7 @@ class StreamWrites:
     def __init__(self, model: Model) -> None:
         self.layers: dict[int, LayerWrites] = {}  # of the layers of which it is known
         self.last_norm: nn.Module | None = None  # None if the model has none
-        self.is_known = False
-        """Whether the unembedding reads the stream of the last layer, behind that norm if any."""
+        self.is_known = False  # whether the unembedding reads the last layer's stream
         seen, final = _seen_in(model)
         stream: Tensor | None = None
         for layer, block in enumerate(model.blocks):

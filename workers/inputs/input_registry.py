@@ -73,12 +73,10 @@ class Draw:
     length: int  # tokens to return: n_ctx, less the beginning-of-sequence token
     ordinary: np.ndarray  # token ids of the vocabulary without the special tokens
     sequence: int  # index of the sequence in the scan
-    load_tokenizer: Callable[[], Tokenizer]
-    """Returns the model's tokenizer. Loaded on demand, because a model may have none."""
+    load_tokenizer: Callable[[], Tokenizer]  # called on demand: a model may have none
     low: int = 0
     high: int | None = None
-    distinct: bool = False
-    """Options of the scan: which ordinary tokens are drawn, and whether none is drawn twice."""
+    distinct: bool = False  # of the scan: whether no token is drawn twice
 
     def ids(self, least: int = 1, without: ArrayLike = ()) -> np.ndarray:
         """The ordinary token ids in `low .. high-1`, but for some; too few are refused."""
@@ -131,14 +129,12 @@ class InputFamily(Entry):
     """Families of one stream draw the same numbers for the same seed and sequence; a family
     without one has its own.
     """
-    draws: Callable[..., None] | None = None
-    """What has the options that the draw follows: `token_range`, or another one."""
+    draws: Callable[..., None] | None = None  # has options of the draw, as `token_range` does
     partner: str | None = None
     """The family whose sequence of the same number is the partner, from whose run an intervention
     may take something; it has the same stream and options.
     """
-    is_endless: bool = False
-    """Whether a family of text has as many sequences as a scan asks for: it counts tokens."""
+    is_endless: bool = False  # whether it counts the text's tokens and draws without end
 
     @property
     def synthetic(self) -> bool:
@@ -162,11 +158,7 @@ class InputFamily(Entry):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of its code, and of its partner's.
-
-        That of a family of text covers the code that lists files. The code that reads them is
-        covered by the fingerprint of all code.
-        """
+        """A digest of its code, of its partner's and, if it reads text, of what lists files."""
         partners = [] if self.partner is None else [INPUTS[self.partner].function]
         code = fingerprint(self.function, *partners)
         # Another stream draws other numbers with the same code.

@@ -40,10 +40,8 @@ class ShardInput:
     tokens: np.ndarray  # `[sequence pos]`, int32
     origin: Origin
     bad_rows: list[str]
-    labels: list[list[str]] | None = None
-    """The label of every token, "" if it has none. None if the family has no labels."""
-    partner: np.ndarray | None = None
-    """The partner sequences, like `tokens`. None if the family has none."""
+    labels: list[list[str]] | None = None  # of every token, "" for none; None: no labels
+    partner: np.ndarray | None = None  # the partner sequences, if the family has them
 
 
 class Sequences:
@@ -66,8 +64,7 @@ class Sequences:
         self.info = info
         self.index = index
         self.partners = partners
-        self.least_sequences = 0
-        """Sequences that a run has already. The index must reach as far as they do."""
+        self.least_sequences = 0  # of a run that is there: the index must reach as far
         self._last_findings: tuple[int, Findings] | None = None
         if corpus is not None:
             self.corpus = corpus
@@ -172,11 +169,7 @@ class Sequences:
 
     @cached_property
     def reads_text(self) -> bool:
-        """Whether the sequences depend on the tokenizer.
-
-        Those of a corpus do. Those of a synthetic family do if it asks for the tokenizer while its
-        first sequence is drawn.
-        """
+        """Whether sequences depend on the tokenizer: a corpus's, and those drawn with it."""
         if self.corpus is not None:
             return True
         self._drawn(self.family, range(1))

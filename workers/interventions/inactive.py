@@ -24,8 +24,7 @@ Score = Literal[
 ]  # fmt: skip
 """Statistics that may say whether a head is inactive."""
 
-Scale = Literal["raw", "layer_mean"]
-"""Whether a score is taken as it is, or divided by its layer's mean."""
+Scale = Literal["raw", "layer_mean"]  # whether a score is divided by its layer's mean
 
 
 def _never(options: Mapping[str, Any], n_ctx: int) -> str | None:

@@ -47,8 +47,7 @@ class LargestValue:
     """The largest value of an option with which a change still does what it says."""
 
     words: str  # the value in words, for example `n_ctx - 1`
-    of: Callable[[ModelInfo, int], int]
-    """The value for a model and a length `n_ctx` of the sequences."""
+    of: Callable[[ModelInfo, int], int]  # the value for a model and `n_ctx`
 
 
 @dataclass(frozen=True, kw_only=True)

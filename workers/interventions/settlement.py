@@ -21,8 +21,7 @@ from headcount.workers.interventions.intervention_registry import BoundIntervent
 from headcount.workers.model.attention_facts import AttentionFacts, unseen_keys, window_of
 from headcount.workers.model.model import Model
 
-STREAM = ("resid_pre", "resid_post")
-"""Activations that everything passes which a head writes straight to the logits."""
+STREAM = ("resid_pre", "resid_post")  # what heads write straight to the logits passes here
 
 EngineName = Literal["fused", "dense"]
 

@@ -43,8 +43,7 @@ HEAD_AXIS = {
 }
 """The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
 
-LayerValue = Any
-"""What a formula reads: a tensor, a pattern, pairs of tokens, labels, or a fact of the model."""
+LayerValue = Any  # what a formula reads: tensor, pattern, pairs of tokens, labels or a fact
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,7 @@ class LayerFormulas:
         )
         """What must be kept until the end of a layer, because it is read with `resid_post`."""
         self.weight_names = self.read_names & {*READABLE_WEIGHTS}
-        self.windows = set[int]()
-        """How many keys the last query of a measured layer sees, of all layers."""
+        self.windows = set[int]()  # how many keys last queries see, over measured layers
         self._values: dict[tuple[str, str], Tensor] = {}
         """By field of the scan and formula: `[batch layer …]`, or `[3 layer …]`."""
         self._weights: dict[int, Mapping[str, LayerValue]] = {}  # by layer, for the measured heads

@@ -6,8 +6,6 @@ means it is that of count, mean and M2. Then come `layer` and `head`, where the 
 the entries of a list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -32,8 +30,7 @@ Columns = dict[str, np.ndarray]
 class Measurements:
     """What was measured on some sequences; NaN where it is not defined."""
 
-    tables: dict[str, Columns]
-    """By table and column: float32 `[sequence …]`, or float64 `[3 …]` in a table of means."""
+    tables: dict[str, Columns]  # by table: float32 `[sequence …]`, or float64 `[3 …]` of means
     measured_heads: MeasuredHeads  # which layer and head of the model each place on these axes is
 
     @property
@@ -47,7 +44,7 @@ class Measurements:
         return self.tables["sequences"]
 
     @classmethod
-    def of_batches(cls, measured_batches: Iterable[Measurements]) -> Measurements:
+    def of_batches(cls, measured_batches: "Iterable[Measurements]") -> "Measurements":
         """What was measured on all batches, in order."""
         batches = list(measured_batches)
         tables: dict[str, Columns] = {}

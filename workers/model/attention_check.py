@@ -27,8 +27,7 @@ from headcount.workers.model.files.model_info import ModelInfo
 CHECK_TOKENS = 16  # of the check, if no window is shorter
 LARGEST_WINDOW = 256  # beyond which the check does not look; masks say larger ones
 
-LARGEST_DIFFERENCE = 1e-4
-"""Difference from the model's own attention that is taken for rounding, relative to the stream."""
+LARGEST_DIFFERENCE = 1e-4  # from the model's own attention, by stream: rounding
 
 
 class SeenEnough(Exception):

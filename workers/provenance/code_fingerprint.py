@@ -22,8 +22,7 @@ class Code(NamedTuple):
     content: str  # a digest of all bytes
 
 
-_known_fingerprints: dict[str, str] = {}
-"""Fingerprints that another process told this one, by the digest of the bytes."""
+_known_fingerprints: dict[str, str] = {}  # told by another process, by digest of the bytes
 
 
 def code_fingerprint(root: Path = PACKAGE) -> str:

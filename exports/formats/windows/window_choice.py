@@ -29,8 +29,7 @@ class WindowChoice:
 
     chosen: list[LayerGroup]  # in order
     groups: int  # groups in a layer
-    measured: dict[LayerGroup, dict[str, object]]
-    """What each measured group costs by itself, in order."""
+    measured: dict[LayerGroup, dict[str, object]]  # what each measured group costs alone, in order
     joint: dict[str, object]  # what all chosen groups cost together, and the sum of what each costs
     stability: Stability
     run_ids: list[str]  # the runs that measured it

@@ -4,10 +4,7 @@ import { html, set, svg } from "./draw.js";
 
 const TITLE = 24;
 const PIXELS = 3;
-const KEPT = [
-  ...["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin"],
-  ...["opacity", "font-size", "font-weight", "text-anchor"],
-];
+const KEPT = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "opacity", "font-size", "font-weight", "text-anchor"];
 
 // A copy of what is drawn whose looks are attributes: editors read neither classes nor `light-dark()`.
 function plain(node) {

@@ -196,15 +196,12 @@ export function excerptList(rows, { statistic, others = [], onSequence }) {
   return html("ol", { class: "excerpts" }, ...rows.map(item));
 }
 
-// The statistic of a card that is shown in detail, if none is named.
-function leadingStatistic(card) {
-  const scores = card.statistics.filter((one) => one.percentile !== null && card.most[one.name]?.length);
-  return (scores.toSorted((one, other) => other.percentile - one.percentile)[0] ?? card.statistics[0])?.name ?? null;
-}
-
 // A page with the card of one head, which `queries/report/head_card.py` describes as HeadCard.
 export function drawCard(card, chosen, onStatistic) {
-  const statistic = chosen ?? leadingStatistic(card);
+  // If none is chosen, the one in which it stands highest.
+  const scores = card.statistics.filter((one) => one.percentile !== null && card.most[one.name]?.length);
+  const [leading = card.statistics[0]] = scores.toSorted((one, other) => other.percentile - one.percentile);
+  const statistic = chosen ?? leading?.name ?? null;
   const rows = card.statistics.map((one) => ({ ...one, statistic: one.name }));
   const one = rows.find((row) => row.name === statistic);
   const percentiles = Object.fromEntries(rows.map((row) => [row.name, row.percentile]));

@@ -21,14 +21,10 @@ function between(colours, t) {
 }
 
 // From the ground of the page to the strongest colour.
-export function sequential(t) {
-  return both(between(SEQUENTIAL_LIGHT, t), between(SEQUENTIAL_DARK, t));
-}
+export const sequential = (t) => both(between(SEQUENTIAL_LIGHT, t), between(SEQUENTIAL_DARK, t));
 
 // Blue below the middle, orange above it.
-export function diverging(t) {
-  return both(between(DIVERGING_LIGHT, t), between(DIVERGING_DARK, t));
-}
+export const diverging = (t) => both(between(DIVERGING_LIGHT, t), between(DIVERGING_DARK, t));
 
 // Letters that can be read on the ground `sequential(t)`.
 export const inkOn = (t) => both(t > 0.63 ? "var(--card)" : "var(--text)", t > 0.49 ? "var(--card)" : "var(--text)");
@@ -38,6 +34,4 @@ const SERIES = [
 ];
 
 // The colour of the series with a number. After the sixth they begin anew.
-export function seriesColour(number) {
-  return both(...SERIES[number % SERIES.length]);
-}
+export const seriesColour = (number) => both(...SERIES[number % SERIES.length]);

@@ -127,8 +127,7 @@ export function heatmap(options) {
   const top = 4;
   const widest = (width - left - 2) / cols.length;
   const across = options.square ? Math.min(26, widest, 420 / rows.length) : Math.min(options.cell ?? 26, widest);
-  const lowest = haveNumbers ? 5 : 12;
-  const down = options.square ? across : Math.max(lowest, Math.min(across, 340 / rows.length));
+  const down = options.square ? across : Math.max(haveNumbers ? 5 : 12, Math.min(across, 340 / rows.length));
   const gap = Math.min(across, down) > 9 ? 1 : 0;
   const bottom = top + down * rows.length;
   const right = left + across * cols.length;

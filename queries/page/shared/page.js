@@ -481,11 +481,6 @@ function showPicked() {
 
 // ---- Histograms and brushes
 
-function sayBrushNote(every) {
-  const hint = "Drag over a histogram, or move its two handles with the arrow keys.";
-  by("brush-note").textContent = [hint, sampled(every)].filter(Boolean).join(" ");
-}
-
 function makeHistograms() {
   histograms = new Map(chosen.shown.map((name) => [name, histogram(name, facts(name).meaning ?? "", isLive && {
     enter: () => warm(name),
@@ -607,7 +602,7 @@ async function showHead() {
   const answer = await tryToAsk(query);
   if (!answer || turn !== turns.head) return;
   sql.hist = answer.sql?.join("\n") ?? histogramsSql();
-  sayBrushNote(answer.every);
+  by("brush-note").textContent = `Drag over a histogram, or move its two handles with the arrow keys. ${sampled(answer.every)}`;
   for (const [name, figure] of histograms) {
     const own = answer.histograms[name];
     figure.hidden = !own?.counts.length;

@@ -125,11 +125,7 @@ def compare(
 
 
 def proven_sweep(model: Model, n_ctx: int, precision: str, device: str) -> Sweep | None:
-    """The kernel, if the device can run it and it agrees with the tiles; None means tiles.
-
-    It is tried with the sizes and the facts of the model's layers, in the scan's precision: how
-    many heads share keys and which facts there are is constant in a compiled kernel.
-    """
+    """The kernel, if it runs here and agrees with the tiles for the model's layers; else None."""
     factors = PRECISIONS[precision].scores
     torch_device = torch.device(device)
     if factors == "float64" or not sweep_kernel.available(torch_device):

@@ -86,8 +86,7 @@ class Swept:
     masses: tuple[Tensor, ...]  # `Σ_{k in pairs[q]} A[q,k]` for each of the pairs
 
 
-Sweep = Callable[..., Swept]
-"""What answers a sweep: the function `sweep`, or what a test puts in its place."""
+Sweep = Callable[..., Swept]  # the function `sweep`, or what stands in its place
 
 
 def available(device: torch.device) -> bool:

@@ -2,8 +2,6 @@
 sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,11 +11,8 @@ from headcount.schemas.errors import ScanError
 from headcount.schemas.files.tables import carried_name
 from headcount.workers.inputs.corpus.documents import Reading, Source, Value
 
-AllowedValues = Value | list[Value]
-"""What `where` may say of a field: the value, or the values that it may have."""
-
-Conditions = tuple[tuple[str, tuple[Value, ...]], ...]
-"""Names of fields, each with the values that it may have."""
+AllowedValues = Value | list[Value]  # what `where` may say of a field: one value, or several
+Conditions = tuple[tuple[str, tuple[Value, ...]], ...]  # allowed values, by name of field
 
 PART = "pile_set_name"  # The field that names the subset of the Pile. It is kept of every document.
 
@@ -41,11 +36,10 @@ class Choice:
     text_field: str = "text"
     where: Conditions = ()
     columns: tuple[str, ...] = ()  # fields that are carried into `sequences`
-    shuffle: bool | int = False
-    """The seed of their order. True means the seed of the scan, False the order of the files."""
+    shuffle: bool | int = False  # seed of the order; True: the scan's, False: as the files
     skip: int = 0  # how many of the first documents are left out, in their order
 
-    def resolved(self, seed: int) -> Choice:
+    def resolved(self, seed: int) -> "Choice":
         """The choice for a scan with this seed, in which `shuffle` is no longer True."""
         return replace(self, shuffle=seed) if self.shuffle is True else self
 
@@ -125,8 +119,7 @@ def _conditions(
 class ReplacedToken:
     """A position of every sequence that has another token than the text."""
 
-    position: int
-    """Counted from the beginning of the sequence, the beginning-of-sequence token included."""
+    position: int  # in the sequence, with the beginning-of-sequence token
     token: int | None  # None means a random token for each sequence
 
 
@@ -149,11 +142,9 @@ class Corpus:
     """
     tokens_shuffled: bool = False  # whether the tokens of every sequence are permuted
     chunk: int | None = None  # tokens of text that are repeated to make a sequence; None if none
-    repeat_bos: bool = False
-    """Whether the beginning-of-sequence token stands before every copy of the chunk."""
+    repeat_bos: bool = False  # whether that token precedes every copy of the chunk
     before: str = ""  # what is put before every text
-    replaced: ReplacedToken | None = None
-    """The token that stands in the place of one of the text; None if none does."""
+    replaced: ReplacedToken | None = None  # what stands in place of one of the text
     counted: CountedTokens | None = None
     """Which tokens are drawn as often as the whole corpus has them; None if sequences are text."""
     choice: Choice = field(default_factory=Choice)
@@ -165,11 +156,7 @@ class Corpus:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it.
-
-        Sizes are left out, because files may grow or be repaired. The index says whether the
-        sequences are still the same.
-        """
+        """What a run's manifest keeps of it: no sizes, which may grow; the index sees changes."""
         sources: list[dict[str, Any]] = []
         for source in self.sources:
             fields = asdict(source)

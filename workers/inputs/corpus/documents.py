@@ -21,11 +21,8 @@ import pyarrow.parquet as pq
 from headcount.schemas.errors import CorpusError, counted, printable
 from headcount.schemas.files.places import open_whole, place, reason
 
-COMPRESSED = (".zst", ".gz")
-"""Endings of compressed files. The ending before it says what the file contains."""
-
-STORE_BUFFER = 4 << 20
-"""Bytes that are requested at once from a file in a store. A request waits 20 to 100 ms."""
+COMPRESSED = (".zst", ".gz")  # the ending before them says what the file contains
+STORE_BUFFER = 4 << 20  # bytes of a request to a store, each of which waits 20 to 100 ms
 
 CONTENT_BUFFER = 1 << 20  # bytes of a compressed file's content that are held at once
 SAMPLE_BYTES = 1 << 20  # compressed bytes that are read to see how well a file is compressed
@@ -40,14 +37,12 @@ TOO_LARGE = (
     "into several documents"
 )
 
-LARGEST_ARRAY = 1 << 30
-"""Bytes of the largest array of JSON that is read. Parsing takes 3 bytes of memory for each."""
+LARGEST_ARRAY = 1 << 30  # bytes of JSON; parsing takes 3 bytes of memory for each
 
 PIECE_BYTES = 1 << 20  # bytes of a line too long that are dropped at once
 PARQUET_BATCH = 256  # rows of a Parquet file that are held at once at most
 
-BATCH_BYTES = 16 << 20
-"""Bytes of a Parquet file's content that are held at once, if its rows are alike."""
+BATCH_BYTES = 16 << 20  # held at once of a Parquet file whose rows are alike
 
 LISTED_NAMES = 8  # fields of a document that an error message lists
 
@@ -73,8 +68,7 @@ class Problem(str):
     """What is wrong with a record. It takes the place of the record's content."""
 
 
-BLANK = Problem("blank line")
-"""The content of a blank line, which counts as a row and holds no document."""
+BLANK = Problem("blank line")  # counts as a row and holds no document
 
 
 class Record(NamedTuple):
@@ -82,8 +76,7 @@ class Record(NamedTuple):
 
     row: int  # its number in what is read of the source
     content: object  # a line of bytes, the parsed fields, or the `Problem` that the reader met
-    stop: int
-    """Where the next record begins: a byte of the content of lines, or a row of the source."""
+    stop: int  # where the next record begins: a byte of lines, or a row
 
 
 @dataclass(frozen=True)
@@ -113,8 +106,7 @@ class Source:
 
     kind: str  # `jsonl`, `json`, `parquet`, `csv`, `text`, `flowing text` or `hub`
     path: str
-    bytes: int
-    """This, `changed` and `version` are what the source was like when it was looked at last."""
+    bytes: int  # this, `changed` and `version` are as of the last look
     split: str = "train"
     part: int = 0
     parts: int = 1
@@ -417,11 +409,7 @@ def open_hub(name: str, split: str) -> Any:  # noqa: ANN401 (datasets has few ty
 
 
 def hub_version(name: str, split: str) -> str:
-    """Identifies what a data set holds, without reading it.
-
-    It covers how the data set is read and every file: its commit on the Hub, or when a local file
-    was changed.
-    """
+    """What identifies a data set unread: how it is read, and its commit or its files' times."""
     from datasets import load_dataset_builder
 
     with _refusing_to_open(name, split):

@@ -5,8 +5,6 @@ small index. It says where to look; the documents of a portion, a block, are rea
 it is. The portions of a shuffled corpus are one block together.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import zlib
@@ -34,8 +32,7 @@ from headcount.workers.inputs.store.token_store import (
     open_portion,
 )
 
-BLOCKS_IN_MEMORY = 4
-"""Blocks of documents that are kept. They hold no tokens. A shard seldom spans more than two."""
+BLOCKS_IN_MEMORY = 4  # of documents without tokens; a shard seldom spans more than two
 
 NAMED_PROBLEMS = 1000  # bad rows that are named; the others are counted
 SKIPPED = -2  # number of tokens of a document that `skip` leaves out
@@ -44,8 +41,7 @@ SHUFFLE_STREAM = zlib.crc32(b"shuffle")
 """Keeps the order of shuffled documents apart from what else is drawn with the seed of a scan."""
 
 
-Origin = dict[str, list[Any]]
-"""Where sequences came from: columns of the table `sequences`, by name."""
+Origin = dict[str, list[Any]]  # where sequences came from: columns of `sequences`, by name
 
 
 class PortionPlace(NamedTuple):
@@ -65,10 +61,8 @@ class Findings:
 
     fates: Fates
     bad_in_a_row: int  # the largest number of bad documents one after the other
-    problems: tuple[str, ...]
-    """The first bad documents in the order of the files, each with its problem."""
-    carried: tuple[int, ...]
-    """For each field that is carried into `sequences`: how many documents have it."""
+    problems: tuple[str, ...]  # of the first bad documents, in order of the files
+    carried: tuple[int, ...]  # how many documents have each carried field
 
     @property
     def bad(self) -> int:
@@ -104,15 +98,11 @@ class SequenceIndex:
         self.enough = enough
         self.most_bad_in_a_row = most_bad_in_a_row
         self.portions: list[Portion] = []
-        self.contents: list[str] = []
-        """Of each portion: identifies its documents and tokens, wherever its files lie."""
-        self.places = [PortionPlace()]
-        """Of each portion where it lies in the corpus, and of what would come behind the last."""
+        self.contents: list[str] = []  # of each portion: identifies documents and tokens
+        self.places = [PortionPlace()]  # of each portion, and of what comes behind them
         self.ends: list[int] = []  # of each block: how many sequences it has with those before it
-        self.unmeasured = 0
-        """Tokens at the ends of portions that are left over when joined documents are cut."""
-        self.last_documents: int | None = None
-        """How many documents of the last portion count; None means all."""
+        self.unmeasured = 0  # tokens left over at the ends of portions that are cut
+        self.last_documents: int | None = None  # that count of the last portion; None: all
         self.token_counts: np.ndarray | None = None
         """`[token]`, how often the documents have each; None unless tokens are drawn so."""
         if corpus.counted is not None:
@@ -186,7 +176,7 @@ class SequenceIndex:
             return False
         return len(self) >= self.enough
 
-    def ended(self) -> SequenceIndex:
+    def ended(self) -> "SequenceIndex":
         """The index when its last portion was added: it ends with the last sequence needed."""
         if self.corpus.choice.shuffled and self.portions:
             index = copy.copy(self)
@@ -195,12 +185,8 @@ class SequenceIndex:
             return index
         return self if self.enough is None else self.up_to(self.enough)
 
-    def up_to(self, sequences: int) -> SequenceIndex:
-        """The index of the first `sequences`, without the documents behind the last of them.
-
-        Such documents lie in the store because another scan needed them. What a run says of its
-        corpus must not depend on that.
-        """
+    def up_to(self, sequences: int) -> "SequenceIndex":
+        """The index of the first `sequences`, without later documents that other scans need."""
         # Of a shuffled corpus every document is needed, because any may come first.
         if self.corpus.is_read_whole or not 0 < sequences <= len(self):
             return self
@@ -220,7 +206,7 @@ class SequenceIndex:
 
     # Reading it
 
-    def block(self, number: int) -> DocumentBlock:
+    def block(self, number: int) -> "DocumentBlock":
         """The documents of a block."""
         for known, block in self._blocks:
             if known == number:
@@ -230,7 +216,7 @@ class SequenceIndex:
         self._blocks.append((number, block))
         return block
 
-    def _portion_block(self, number: int) -> DocumentBlock:
+    def _portion_block(self, number: int) -> "DocumentBlock":
         """The documents that the scan takes from one portion, in the order of the files."""
         place, choice = self.places[number], self.corpus.choice
         is_last = number == len(self.portions) - 1
@@ -270,7 +256,7 @@ class SequenceIndex:
         taken = pa.table(columns).filter(pa.array(is_taken)).combine_chunks()
         return DocumentBlock(self, taken, Counter(name or "" for name in others))
 
-    def _shuffled_block(self) -> DocumentBlock:
+    def _shuffled_block(self) -> "DocumentBlock":
         """The documents of all portions in random order, which depends on the seed alone."""
         blocks = [self._portion_block(number) for number in range(len(self.portions))]
         table = pa.concat_tables(block.table for block in blocks)
@@ -346,7 +332,7 @@ class SequenceIndex:
         ((number, first, end),) = self._in_blocks(sequence, sequence + 1)
         return number, int(self.block(number).pieces(first, end).document[0])
 
-    def problem_of(self, block: DocumentBlock, document: int) -> str:
+    def problem_of(self, block: "DocumentBlock", document: int) -> str:
         """A bad document, with its place and its problem."""
         place = self.corpus.sources[block.source[document]].place_of(int(block.row[document]))
         return f"{place} ({printable(block.table['problem'][document].as_py() or '')})"

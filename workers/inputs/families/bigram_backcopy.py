@@ -52,8 +52,7 @@ class Chain(NamedTuple):
     beginning of the sequence.
     """
     wakes: Array  # `[symbol]`, whether the next symbol depends on the one before this one
-    copies: bool
-    """Whether that earlier symbol is copied. If not, the next one is drawn from its row."""
+    copies: bool  # whether the earlier symbol is copied; else the next is drawn from its row
 
 
 @input_family

@@ -27,8 +27,7 @@ VALUES = tuple(
     for material in ("granite", "marble", "copper", "glass", "oak", "slate", "clay", "ivory")
 )
 
-GOLDEN_RATIO = (np.sqrt(5) - 1) / 2
-"""Its multiples, modulo 1, fill 0 to 1 evenly, however many there are."""
+GOLDEN_RATIO = (np.sqrt(5) - 1) / 2  # its multiples modulo 1 fill 0 to 1 evenly
 
 Passages = Annotated[int, Field(ge=2)]
 

@@ -94,8 +94,7 @@ class Extent:
 
     first_source: int  # the number of its first source in the corpus
     sources: tuple[Source, ...]  # as they were when they were listed
-    start: int = 0
-    """Where the range of its only source begins: a byte of the content of lines, or a row."""
+    start: int = 0  # where the range of its only source begins: a byte of lines, or a row
     stop: int | None = None  # Where the range ends. None is the end of its last source.
     bytes: int = 0  # about how many stored bytes it covers
 

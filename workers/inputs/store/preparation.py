@@ -34,13 +34,11 @@ from headcount.workers.model.files.text_tokenizer import TextTokenizer
 PORTION_LETTERS = 16 << 20  # letters of text with which a portion is full
 PORTION_DOCUMENTS = 1 << 17  # documents of a portion at most
 
-BATCH_LETTERS = 1 << 20
-"""Letters that are tokenised at once for each core, unless a single document has more."""
+BATCH_LETTERS = 1 << 20  # tokenised at once for each core, or one longer document
 
 BATCH_DOCUMENTS = 1 << 12  # documents that are tokenised at once
 
-PARALLELISM = "TOKENIZERS_PARALLELISM"
-"""Environment variable that the library tokenizers reads whenever it tokenises."""
+PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by tokenizers whenever it tokenises
 
 
 def use_cores(cores: int) -> None:

@@ -38,8 +38,7 @@ class StoredCorpus:
 
     key: str
     store: TokenStore | None
-    problem: str | None
-    """What cannot be read of it: another version, a broken description, a damaged portion."""
+    problem: str | None  # what cannot be read: another version, a broken or damaged file
     documents: int
     tokens: int
     bad: int

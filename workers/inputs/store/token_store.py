@@ -10,8 +10,6 @@ All documents of the files are kept, also those that a scan does not take. So ev
 the same files and fields with the same tokenizer finds its tokens here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -54,14 +52,9 @@ PORTION_FILE = re.compile(r"([0-9a-f]{16})-(\d{5,})(-end)?\.parquet")
 
 SMALL_IDS = 1 << 16  # tokens of a tokenizer whose ids fit into 16 bits
 
-TOKENS_PER_GROUP = 1 << 15
-"""Tokens of a row group, which are decoded in 0.2 ms. A document is never cut."""
-
-OPEN_FILES = 16
-"""Portions that a process keeps open. Those of a store of objects are held whole, at 7 MB each."""
-
-DECODED_GROUPS = 64
-"""Row groups that are kept decoded of each open portion: 4 MiB if the ids have 16 bits."""
+TOKENS_PER_GROUP = 1 << 15  # of a row group, decoded in 0.2 ms; no document is cut
+OPEN_FILES = 16  # portions that a process keeps open; those of a store are held, 7 MB each
+DECODED_GROUPS = 64  # row groups kept of a portion: 4 MiB of ids of 16 bits
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException)
 """What is raised of a file that is missing, or whose content is broken."""
@@ -91,7 +84,7 @@ class TokenStore:
     d_vocab: int  # one more than the largest token id of the tokenizer
 
     @classmethod
-    def of(cls, corpora: Place, tokenizer: TextTokenizer, reading: Reading) -> TokenStore:
+    def of(cls, corpora: Place, tokenizer: TextTokenizer, reading: Reading) -> "TokenStore":
         """The store under `corpora` for what a tokenizer makes of some fields."""
         identity = [FORMAT, tokenizer.fingerprint, tokenizer.library]
         content = json.dumps([*identity, reading.text_field, reading.fields, reading.before])
@@ -101,7 +94,7 @@ class TokenStore:
         )
 
     @classmethod
-    def read(cls, folder: Place) -> TokenStore | None:
+    def read(cls, folder: Place) -> "TokenStore | None":
         """The store in a folder, or None; refuse one of another version, or a broken one."""
         try:
             description = json.loads((folder / STORE_FILE).read_bytes())
@@ -209,8 +202,7 @@ class PortionRecord:
     files: dict[str, tuple[str, str, int, int]]
     """By number within the extent: kind, path or address, bytes, and when it was changed last."""
     digest: str  # of the columns that say where a document comes from
-    groups: tuple[tuple[int, str], ...]
-    """Of each row group: the token at which it ends, and a digest of its tokens."""
+    groups: tuple[tuple[int, str], ...]  # of row groups: the token behind, and a digest
 
 
 # Writing
@@ -327,7 +319,7 @@ def read_record(store: TokenStore, portion: Portion) -> PortionRecord:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def open_portion(store: TokenStore, portion: Portion) -> PortionFile:
+def open_portion(store: TokenStore, portion: Portion) -> "PortionFile":
     """An open portion. A process keeps the last ones that it used."""
     return PortionFile(store, portion)
 
