@@ -20,8 +20,9 @@ from headcount.schemas.files.places import reason
 from headcount.workers.model.files.model_info import find_model
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
-GPT2_TOKENS = 50257
-"""Size of GPT-2's vocabulary, whose tokenizer cut the published texts."""
+GPT2, GPT2_TOKENS = "openai-community/gpt2", 50257
+QWEN, QWEN_TOKENS = "Qwen/Qwen2.5-0.5B", 151936
+"""Models whose tokenizers cut the published texts, and the sizes of their vocabularies."""
 
 PER_DATA_SET = 100
 """Texts of each data set."""
@@ -43,7 +44,9 @@ class DataSet(NamedTuple):
     split: str
     field: str
     candidates: int
-    """Its rows of at least 40 tokens. A draw shuffles so many also where there is no copy of it."""
+    """Its rows of at least 40 tokens of GPT-2. A draw shuffles so many also where there is no copy
+    of it.
+    """
 
 
 DATA_SETS = (
@@ -163,6 +166,10 @@ class Recipe:
     """Of the source's texts, by data set. The long ones were not published, and are what the recipe
     makes of the same copies that give the published short ones.
     """
+    tokenizer: str = GPT2
+    """The model whose tokenizer counts and cuts."""
+    tokens: int = GPT2_TOKENS
+    """The size of its vocabulary."""
 
 
 RECIPES = {
@@ -176,6 +183,13 @@ RECIPES = {
             "gsm8k": "d8138d61c433bd05",
             "humaneval": "2606383b1cd0185a",
         },
+    ),
+    "sink_circuit_qwen": Recipe(
+        "300 texts of 40 tokens of Qwen2.5, the first of the source's three draws",
+        "sink_circuit_qwen_texts.csv",
+        short_texts,
+        tokenizer=QWEN,
+        tokens=QWEN_TOKENS,
     ),
     "sink_circuit_long": Recipe(
         "300 texts of 1024 tokens, rows of one data set joined",
@@ -214,17 +228,22 @@ def build_texts(
     """
     if recipe.draw is None:
         return [Text("sentence", 0, SENTENCE)]
-    gpt2 = gpt2_tokenizer(tokenizer)
+    cutter = recipe_tokenizer(recipe, tokenizer)
     rows_by_name: dict[str, list[TokenizedRow]] = {}
     for data_set in DATA_SETS:
         values = _values(data_set, directory)
+        if values is None and recipe.tokenizer != GPT2:
+            raise CorpusError(
+                f"{data_set.name}: no copy in {directory}; {recipe.file} needs all three data "
+                "sets, because one generator draws from them in turn"
+            )
         if values is None:
             tell(f"{data_set.name}: no copy in {directory}; its {PER_DATA_SET} texts are left out")
             continue
         # White space is collapsed to single spaces, and rows without text are left out.
         cleaned = [" ".join(str(value or "").split()) for value in values]
         numbered = [(index, text) for index, text in enumerate(cleaned) if text]
-        tokens = gpt2.encode_many([text for _, text in numbered])
+        tokens = cutter.encode_many([text for _, text in numbered])
         rows = [TokenizedRow(*row, ids) for row, ids in zip(numbered, tokens, strict=True)]
         candidates = len(_long_enough(rows))
         tell(
@@ -243,13 +262,13 @@ def build_texts(
         raise CorpusError(
             f"{directory}: expected directories {names} with copies of the data sets, got none"
         )
-    return recipe.draw(rows_by_name, gpt2, seed)
+    return recipe.draw(rows_by_name, cutter, seed)
 
 
-def gpt2_tokenizer(spec: str) -> TextTokenizer:
-    """GPT-2's tokenizer, in a model's directory or from the Hub (without the model's weights)."""
+def recipe_tokenizer(recipe: Recipe, spec: str) -> TextTokenizer:
+    """A recipe's tokenizer, in a model's directory or from the Hub (without its weights)."""
     if Path(spec).expanduser().is_dir() or spec.startswith("bundled:"):
-        return TextTokenizer(find_model(spec), GPT2_TOKENS)
+        return TextTokenizer(find_model(spec), recipe.tokens)
     from huggingface_hub import snapshot_download
 
     files = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
@@ -258,9 +277,10 @@ def gpt2_tokenizer(spec: str) -> TextTokenizer:
     except Exception as error:
         raise ModelError(
             f"--tokenizer {spec}: neither a directory, nor to be had from the Hub "
-            f"({reason(error)}); expected a directory with GPT-2's tokenizer.json, or a Hub id"
+            f"({reason(error)}); expected a directory with the tokenizer.json of "
+            f"{recipe.tokenizer}, or a Hub id"
         ) from None
-    return TextTokenizer(Path(directory), GPT2_TOKENS)
+    return TextTokenizer(Path(directory), recipe.tokens)
 
 
 def _values(data_set: DataSet, directory: Path | None) -> list[Any] | None:
@@ -326,7 +346,7 @@ def as_csv(texts: Iterable[Text]) -> bytes:
 def check_published(recipe: Recipe, texts: Sequence[Text], seed: int) -> str:
     """A line that says which share of the source's texts these are. An error if they are others."""
     if not recipe.fingerprints or seed != recipe.seed:
-        return "the source has no such texts to compare these with"
+        return "the source has published no such texts to compare these with"
     measured = fingerprints(texts)
     for name, published in recipe.fingerprints.items():
         # One generator draws for all data sets, so those after a different one differ, too.

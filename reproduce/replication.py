@@ -372,6 +372,8 @@ class Replication(BaseModel):
     """Fields that all scans share."""
     bundled: dict[str, Any] = {}
     """Fields that differ for the miniature in all scans."""
+    family: dict[str, dict[str, Any]] = {}
+    """Fields that differ in all scans for the models of a family, by its name in transformers."""
     view: dict[str, str] = {}
     """Views that checks, claims and figures may ask, SQL by name."""
     check: tuple[Check, ...] = ()

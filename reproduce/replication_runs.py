@@ -63,7 +63,7 @@ def plan_replication(
         # Some scans are only for models with enough positions, or with a query bias.
         if "sizes" in entry and not any(has_sizes(info, sizes) for sizes in entry["sizes"]):
             continue
-        fields = _scan_fields(replication, entry, model, text)
+        fields = _scan_fields(replication, entry, model, info.family, text)
         own_overrides = _overrides_of_scan(overrides, scan_name)
         checkpoints = _models_by_run_name(scan_name, entry.get("checkpoints"), model)
         for run_name, checkpoint in checkpoints.items():
@@ -199,11 +199,14 @@ def _models_by_run_name(scan: str, checkpoints: str | None, model: str) -> dict[
 
 
 def _scan_fields(
-    replication: Replication, entry: dict[str, Any], model: str, text: str | None
+    replication: Replication, entry: dict[str, Any], model: str, family: str, text: str | None
 ) -> dict[str, Any]:
-    """Fields of a scan. Later ones win: the defaults, its own, and those of the miniature."""
+    """Fields of a scan. Later ones win: the defaults, its own, those of the model's family, and
+    those of the miniature.
+    """
     fields = {"precision": PRECISION} | replication.defaults
     fields |= {key: value for key, value in entry.items() if key not in REPLICATION_FIELDS}
+    fields |= replication.family.get(family, {})
     if model == replication.bundled_model:
         fields |= replication.bundled
         fields |= entry.get("bundled", {})

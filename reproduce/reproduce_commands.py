@@ -296,7 +296,8 @@ def texts(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="sink_circuit, sink_circuit_long or sink_circuit_sentence."
+            metavar="NAME",
+            help="sink_circuit, sink_circuit_qwen, sink_circuit_long or sink_circuit_sentence.",
         ),
     ],
     output: Annotated[
@@ -318,9 +319,13 @@ def texts(
         ),
     ] = None,
     tokenizer: Annotated[
-        str,
-        typer.Option(metavar="MODEL", help="A directory or Hub id with GPT-2's tokenizer."),
-    ] = "openai-community/gpt2",
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A directory or Hub id with the tokenizer that cuts the texts. Default: GPT-2's, "
+            "and Qwen2.5's for sink_circuit_qwen.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(min=0, help="Draw other texts by the same recipe. Default: the published."),
@@ -345,7 +350,7 @@ def texts(
     file = output or Path(recipe.file)
     _check_output(file, ".csv")
     drawn_with = recipe.seed if seed is None else seed
-    built = build_texts(recipe, source, tokenizer, drawn_with, typer.echo)
+    built = build_texts(recipe, source, tokenizer or recipe.tokenizer, drawn_with, typer.echo)
     # Texts that should be the published ones and are not would be mistaken for them.
     share = check_published(recipe, built, drawn_with)
     write_whole(file.absolute(), as_csv(built))

@@ -197,7 +197,7 @@ class _ForwardPass:
         weights, layer = self.weights, self.weights.layers[number]
         x = layer.norm_before_attention(resid_pre)
         q = projected(x, layer.W_Q, layer.b_Q)
-        k = projected(x, layer.W_K, layer.b_K)
+        k = projected(self.changed("key_input", number, x), layer.W_K, layer.b_K)
         v = projected(x, layer.W_V, layer.b_V)
         q = layer.q_norm(q) if layer.q_norm else q
         k = layer.k_norm(k) if layer.k_norm else k

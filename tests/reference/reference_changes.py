@@ -160,11 +160,21 @@ def random_directions(shape: tuple[int, ...], draw: int) -> Array:
 
 
 def massive_coordinates(untouched: Weights, count: int) -> list[int]:
-    """The largest coordinates of the first effective position."""
+    """The largest coordinates of the first effective position; with 0 those far from the mean."""
     effective = untouched.effective_positions()
     if effective is None:
         raise NotApplicable("no effective positions")
-    return sorted(range(effective.shape[1]), key=lambda d: -abs(effective[0, d]))[:count]
+    return largest(effective[0], count or far_from_the_mean(effective[0]))
+
+
+def largest(x: Array, count: int) -> list[int]:
+    return sorted(range(len(x)), key=lambda d: -abs(x[d]))[:count]
+
+
+def far_from_the_mean(x: Array) -> int:
+    """How many coordinates are larger than 3 standard deviations above the mean; at least 3."""
+    sizes = abs(x)
+    return max(3, int((sizes > sizes.mean() + 3 * sizes.std()).sum()))
 
 
 @of_weights
@@ -184,15 +194,45 @@ def scale_random_keys(
     A massive coordinate is not drawn, and none is drawn twice in a layer.
     """
     massive = massive_coordinates(untouched, count)
+    drawn = drawn_coordinates(untouched, massive, draw)
+    for layer, coordinates in zip(changed.layers, drawn, strict=True):
+        layer.W_K[:, coordinates] *= alpha
+
+
+def drawn_coordinates(untouched: Weights, massive: list[int], draw: int) -> list[list[int]]:
     d_model = untouched.W_E.shape[1]
     generator = random.Random(draw)
-    for layer in changed.layers:
+    of_layers: list[list[int]] = []
+    for _ in untouched.layers:
         coordinates: set[int] = set()
-        while len(coordinates) < min(count, d_model - len(massive)):
+        while len(coordinates) < min(len(massive), d_model - len(massive)):
             coordinate = generator.randint(0, d_model - 1)
             if coordinate not in massive:
                 coordinates.add(coordinate)
-        layer.W_K[:, sorted(coordinates)] *= alpha
+        of_layers.append(sorted(coordinates))
+    return of_layers
+
+
+def of_first_token(place: Place, untouched: Weights) -> list[int]:
+    x = untouched.W_E[place.tokens[0]]
+    return largest(x, far_from_the_mean(x))
+
+
+@of("key_input")
+def scale_first_token_keys(
+    value: Array, place: Place, untouched: Weights, alpha: float = 0.0
+) -> Array:
+    value[:, of_first_token(place, untouched)] *= alpha
+    return value
+
+
+@of("key_input")
+def scale_random_token_keys(
+    value: Array, place: Place, untouched: Weights, draw: int = 0, alpha: float = 0.0
+) -> Array:
+    drawn = drawn_coordinates(untouched, of_first_token(place, untouched), draw)
+    value[:, drawn[place.layer]] *= alpha
+    return value
 
 
 # Position embeddings

@@ -149,7 +149,7 @@ part of their names.
 
 def short_replication(
     replication: Replication, sizes: ModelSizes, most_sequences: int = MOST_SEQUENCES
-) -> tuple[Replication, dict[str, int]]:
+) -> tuple[Replication, dict[str, Any]]:
     """The replication with few sequences, and with the scans that a model of these sizes has; and
     the sizes of a model for which there is time.
     """
@@ -157,7 +157,7 @@ def short_replication(
     for name, entry in replication.scan.items():
         alternatives: list[ModelSizes] = entry.get("sizes", [{}])
         is_of_sizes = any(each.items() <= sizes.items() for each in alternatives)
-        fields = replication.defaults | entry
+        fields = replication.defaults | entry | replication.family.get(str(sizes.get("family")), {})
         fields = {key: fields[key] for key in fields if key not in ("sizes", "bundled")}
         if not is_of_sizes or _is_only_drawn(replication, name, fields):
             continue
@@ -169,15 +169,18 @@ def short_replication(
         fields["sequences"] = few if published == "all" else min(few, published)
         scans[name] = fields
     affordable = _affordable_sizes(replication, scans, sizes)
+    if "family" in sizes:
+        affordable["family"] = sizes["family"]
     for fields in scans.values():
         fields["input"] = _with_small_ids(fields["input"], affordable["d_vocab"])
-    short = replication.model_copy(update={"scan": scans, "defaults": {}, "bundled": {}})
+    emptied = {"defaults": {}, "bundled": {}, "family": {}}
+    short = replication.model_copy(update=emptied | {"scan": scans})
     return short, affordable
 
 
 def _affordable_sizes(
     replication: Replication, scans: Mapping[str, Mapping[str, Any]], sizes: ModelSizes
-) -> dict[str, int]:
+) -> dict[str, Any]:
     # Of some models the source names no number of heads.
     n_layers, n_heads = int(sizes["n_layers"]), int(sizes.get("n_heads", 8))
     d_model = int(sizes.get("d_model", WIDEST))
@@ -268,7 +271,7 @@ def stand_in_files(replication: Replication) -> Iterator[None]:
     contents = {".txt": letters + CHARACTERS, ".csv": "\n".join(lines) + "\n"}
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         # Files are named in any option of an input, so all texts of the scans are looked at.
-        texts = json.dumps([replication.defaults, replication.scan])
+        texts = json.dumps([replication.defaults, replication.family, replication.scan])
         # A name with a slash is of a corpus elsewhere.
         for name in re.findall(r'"([^"/]+(?:\.txt|\.csv))"', texts):
             Path(name).write_text(contents[Path(name).suffix], encoding="utf-8")

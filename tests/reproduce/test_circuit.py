@@ -56,11 +56,11 @@ def test_figures_of_models_are_numpys(tmp_path: Path) -> None:
         return np.array([row[place] for row in heads if row[0] == intervention], dtype=float)
 
     plain = column("none", 1).mean()
-    together = "zero_query_bias+scale_massive_keys(0,6)+swap_effective_positions"
+    together = "zero_query_bias+scale_massive_keys(0,0)+swap_effective_positions"
     for intervention, name in (
         ("zero_mlp(0)", "zero_mlp(0)"),
-        ("scale_massive_keys(0,6)", "scale_massive_keys"),
-        ("scale_random_keys(0,0,6)", "scale_random_keys"),
+        ("scale_massive_keys(0,0)", "scale_massive_keys"),
+        ("scale_random_keys(42,0,0)", "scale_random_keys"),
         (together, "bias, key columns and positions together"),
     ):
         percent = 100 * column(intervention, 1).mean() / plain

@@ -18,16 +18,18 @@ from headcount import app
 from headcount.reproduce.published_texts import (
     DATA_SETS,
     GPT2_TOKENS,
+    QWEN_TOKENS,
     RECIPES,
     Text,
     TokenizedRow,
     check_published,
     fingerprints,
-    gpt2_tokenizer,
+    recipe_tokenizer,
     short_texts,
 )
-from headcount.schemas.errors import CorpusError, RunError
+from headcount.schemas.errors import CorpusError, ModelError, RunError
 from headcount.workers.inputs.corpus.documents import Source
+from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from tests.toys import published
 from tests.toys.toy_models import byte_tokenizer
 from tests.toys.toy_runs import one_line
@@ -66,13 +68,21 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of bytes with as many tokens as GPT-2's."""
-    directory = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return tokenizer_of_size(tmp_path_factory.mktemp("tokenizer"), GPT2_TOKENS)
+
+
+def tokenizer_of_size(directory: Path, size: int) -> Path:
+    byte_tokenizer(directory)
     content = json.loads((directory / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     # The end of text is a token beside the vocabulary.
-    vocabulary |= {f"<{number}>": number for number in range(257, GPT2_TOKENS)}
+    vocabulary |= {f"<{number}>": number for number in range(257, size)}
     (directory / "tokenizer.json").write_text(json.dumps(content))
     return directory
+
+
+def tokenizer_of_gpt2(directory: Path) -> TextTokenizer:
+    return recipe_tokenizer(RECIPES["sink_circuit"], str(directory))
 
 
 def run_texts(*words: object) -> tuple[str, Exception | None]:
@@ -99,7 +109,7 @@ def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path
     options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]
     output, error = run_texts("sink_circuit", *options, "--seed", 7)
     assert error is None
-    assert "the source has no such texts to compare these with" in output
+    assert "the source has published no such texts to compare these with" in output
     generator = random.Random(7)
     expected: list[Text] = []
     for name in ("sst2", "gsm8k", "humaneval"):
@@ -118,6 +128,42 @@ def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path
     assert isinstance(error, RunError)
     assert "the texts of sst2 are not those of the source, and nothing was written" in str(error)
     assert not file.exists()
+
+
+def test_qwen_reads_texts_that_its_own_tokenizer_counts(
+    copies: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    file, own = tmp_path / "texts.csv", tmp_path / "own"
+    own.mkdir()
+    tokenizer_of_size(own, QWEN_TOKENS)
+    # Each of its tokens is two bytes where they are the same, so texts of 40 tokens are longer.
+    content = json.loads((own / "tokenizer.json").read_text())
+    vocabulary, letters = content["model"]["vocab"], "abcdefgh"
+    for number, letter in enumerate(letters):
+        del vocabulary[f"<{257 + number}>"]
+        vocabulary[letter * 2] = 257 + number
+    content["model"]["merges"] = [[letter, letter] for letter in letters]
+    (own / "tokenizer.json").write_text(json.dumps(content))
+    options = ["--from", copies, "-o", file, "--tokenizer"]
+    assert run_texts("sink_circuit_qwen", *options, own)[1] is None
+    texts = read_csv(file)
+    cutter = recipe_tokenizer(RECIPES["sink_circuit_qwen"], str(own))
+    assert {len(tokens) for tokens in cutter.encode_many([text.text for text in texts])} == {40}
+    generator = random.Random(0)
+    for name in ("sst2", "gsm8k", "humaneval"):
+        counts = [len(tokens) for tokens in cutter.encode_many(tidied(name))]
+        places = [place for place, count in enumerate(counts) if count >= 40]
+        assert len(places) < sum(len(row) >= 40 for row in tidied(name))
+        generator.shuffle(places)
+        assert [each.source_index for each in texts if each.dataset == name] == places[:100]
+    # GPT-2's tokenizer would cut others, and one generator draws from all three data sets.
+    with one_line(ModelError, "tokenizer has 50,257 tokens and the model 151,936"):
+        raise run_texts("sink_circuit_qwen", *options, tokenizer)[1] or AssertionError
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "sst2").symlink_to(copies / "sst2")
+    options[1] = tmp_path / "some"
+    with one_line(CorpusError, "sink_circuit_qwen_texts.csv needs all three data sets"):
+        raise run_texts("sink_circuit_qwen", *options, own)[1] or AssertionError
 
 
 @pytest.mark.parametrize("name", ["sink_circuit", "sink_circuit_long"])
@@ -205,7 +251,7 @@ def test_rows_are_drawn_in_the_published_order(tokenizer: Path) -> None:
         for name, count in counts.items()
     }
     seed = RECIPES["sink_circuit"].seed
-    drawn = short_texts(rows_by_name, gpt2_tokenizer(str(tokenizer)), seed)
+    drawn = short_texts(rows_by_name, tokenizer_of_gpt2(tokenizer), seed)
     for name in counts:
         # A row that comes later in the data set comes later among those of 40 tokens.
         published_places = np.argsort([index for dataset, index in rows if dataset == name])
@@ -215,7 +261,7 @@ def test_rows_are_drawn_in_the_published_order(tokenizer: Path) -> None:
 
 @pytest.mark.long
 def test_the_published_texts_have_their_fingerprints() -> None:
-    tokenizer = gpt2_tokenizer(str(published.data_file("gpt2-tokenizer/tokenizer.json").parent))
+    tokenizer = tokenizer_of_gpt2(published.data_file("gpt2-tokenizer/tokenizer.json").parent)
     texts = read_csv(published.data_file("sink_circuit_300_texts.csv"))
     assert fingerprints(texts) == RECIPES["sink_circuit"].fingerprints
     assert {len(tokens) for tokens in tokenizer.encode_many([text.text for text in texts])} == {40}

@@ -15,6 +15,7 @@ CHANGEABLE_ACTIVATIONS: dict[str, str] = {
     "pos_embed": "position embeddings as they are added [batch pos d_model]; batch may be 1",
     "rotary_positions": "positions by which queries and keys are rotated [pos]",
     "resid_pre": "residual stream before the layer [batch pos d_model]",
+    "key_input": "what the projection of keys reads [batch pos d_model]",
     "q": "queries before any rotation [batch pos head d_head]",
     "k": "keys before any rotation [batch pos head d_head]",
     "v": "values [batch pos head d_head]",

@@ -156,7 +156,7 @@ class _DensePass:
             yield self.model.hook_name("unembed_in"), lambda value, hook: self.request.end(value)
 
     def _hooks_inside(self, layer: int) -> Iterator[tuple[str, Hook]]:
-        for name in ("attn_out", "mlp_out"):
+        for name in ("key_input", "attn_out", "mlp_out"):
             if self.changes.touch(name, layer):
                 yield self.model.hook_name(name, layer), partial(self._change, name, layer)
         at = self.model.hook_name("resid_pre", layer)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.precision import PRECISIONS
@@ -29,6 +30,9 @@ from headcount.workers.model.attention_facts import (
 from headcount.workers.model.bare_modules import MLP, child_of_each, mlps_in_pieces
 from headcount.workers.model.model import Model, at_least_float32
 from headcount.workers.model.rotations import Rotation
+
+AT_MODULES = ("embed", "pos_embed", "rotary_positions", "key_input", "attn_out", "mlp_out")
+"""Activations that are changed where a module takes them or puts them out."""
 
 ModuleOutput = Tensor | tuple[Any, ...]
 """What a module returns: a tensor, or a tuple that begins with it."""
@@ -115,20 +119,27 @@ class FusedPass:
                 end_layer = partial(self._end_layer, layer)
                 hooks.enter_context(block.register_forward_pre_hook(begin_layer, with_kwargs=True))
                 hooks.enter_context(block.register_forward_hook(end_layer))
-            # Only the bridge may know the modules of an activation: they are not asked in vain.
-            for name in filter(self.changes.touch, ("embed", "pos_embed", "attn_out", "mlp_out")):
-                for layer, module in enumerate(self.model.modules(name)):
-                    if self.changes.touch(name, layer):
-                        change_output = partial(self._change_output, name)
-                        hooks.enter_context(module.register_forward_hook(change_output))
-            if self.changes.touch("rotary_positions"):
-                for module in self.model.modules("rotary_positions"):
-                    hooks.enter_context(module.register_forward_hook(self._turn))
+            for handle in self._changes_at_modules():
+                hooks.enter_context(handle)
             if self.request.on_final is not None:
                 for module in self.model.modules("unembed"):
                     end_pass = lambda _module, args: self.request.end(args[0])  # noqa: E731
                     hooks.enter_context(module.register_forward_pre_hook(end_pass))
             yield
+
+    def _changes_at_modules(self) -> Iterator[RemovableHandle]:
+        """Hooks for changes of what modules take or put out."""
+        # Only the bridge may know the modules of an activation: they are not asked in vain.
+        for name in filter(self.changes.touch, AT_MODULES):
+            for layer, module in enumerate(self.model.modules(name)):
+                if not self.changes.touch(name, layer):
+                    continue
+                if name == "key_input":
+                    yield module.register_forward_pre_hook(self._change_key_input)
+                else:
+                    is_angles = name == "rotary_positions"
+                    change = self._turn if is_angles else partial(self._change_output, name)
+                    yield module.register_forward_hook(change)
 
     def _begin_layer(
         self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -227,6 +238,9 @@ class FusedPass:
         if isinstance(output, tuple):
             return (self.change(name, output[0]), *output[1:])
         return self.change(name, output)
+
+    def _change_key_input(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.change("key_input", args[0]),)
 
     def _turn(
         self, _module: nn.Module, _args: tuple[Any, ...], output: ModuleOutput

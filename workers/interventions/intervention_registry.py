@@ -5,6 +5,7 @@ That is a weight of the attention layers, `W_pos [pos d_model]`, or an activatio
 not change its arguments. Further positional parameters name what the change reads:
 
 * `circuit`: what the unchanged weights say of positions;
+* `W_E`: the embedding, only for a change of an activation;
 * `b_Q` and `scale`: the query bias of the layer as it is under the changes of weights, and the
   factor of its scores, only for a change of `attn_scores` in a model without rotations, soft caps,
   windows and learned sinks;
@@ -149,6 +150,8 @@ class BoundPart:
 
         def change(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
             values = {**readable_values, **circuit}
+            if "W_E" in reads:
+                values |= {"W_E": model.embedding}
             if "b_Q" in reads:
                 layer = readable_values["layer"]
                 # Read now: a change of weights in the same intervention may have changed it.
@@ -254,7 +257,7 @@ def intervention(
     if entry.target in CHANGEABLE_WEIGHTS:
         can_read += ("layer",)
     elif entry.target in CHANGEABLE_ACTIVATIONS:
-        can_read += readable(entry.target)
+        can_read += (*readable(entry.target), "W_E")
         can_read += ("b_Q", "scale") if entry.target == "attn_scores" else ()
     for name in entry.reads:
         if name not in can_read:

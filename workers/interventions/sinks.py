@@ -11,7 +11,7 @@ from headcount.schemas.pattern import TIE
 from headcount.schemas.scans.values import Count, Factor, Index, Positive, Seed
 from headcount.workers.engine.changes import hide, replaced
 from headcount.workers.interventions.intervention_registry import LargestValue, intervention
-from headcount.workers.model.circuit import Circuit
+from headcount.workers.model.circuit import Circuit, massive
 
 N_CTX_LESS_1 = LargestValue("n_ctx - 1", lambda info, n_ctx: n_ctx - 1)
 """The keys that the last query can see besides itself."""
@@ -112,10 +112,11 @@ def random_directions(like: Tensor, draw: int) -> Tensor:
 
 @intervention(most={"count": D_MODEL})
 def scale_massive_keys(
-    W_K: Tensor, circuit: Circuit, *, alpha: Factor = 0.0, count: Count = 3
+    W_K: Tensor, circuit: Circuit, *, alpha: Factor = 0.0, count: Index = 3
 ) -> Tensor:
     """Keys read some coordinates alpha times: those in which the first effective position of the
-    unchanged model is largest in size (Ran-Milo et al. 2026, intervention i).
+    unchanged model is largest in size (Ran-Milo et al. 2026, intervention i). With a count of 0
+    those are meant whose size is above mean + 3 standard deviations, and at least three.
     """
     coordinates = circuit.massive_coordinates(count)
     return replaced(W_K, (slice(None), coordinates), alpha * W_K[:, coordinates])
@@ -129,13 +130,13 @@ def scale_random_keys(
     *,
     draw: Seed = 0,
     alpha: Factor = 0.0,
-    count: Count = 3,
+    count: Index = 3,
 ) -> Tensor:
     """The control of scale_massive_keys: as many coordinates, drawn from the others in each layer
     (Ran-Milo et al. 2026, j).
     """
-    massive = circuit.massive_coordinates(count)
-    coordinates = random_coordinates(W_K.shape[1], count, massive, layer, draw)
+    others = circuit.massive_coordinates(count)
+    coordinates = random_coordinates(W_K.shape[1], len(others), others, layer, draw)
     return replaced(W_K, (slice(None), coordinates), alpha * W_K[:, coordinates])
 
 
@@ -154,11 +155,44 @@ def random_coordinates(
     coordinates: list[int] = []
     for _ in range(layer + 1):
         coordinates = []
-        while len(coordinates) < count:
+        while len(coordinates) < min(count, size - len(without)):
             coordinate = generator.randint(0, size - 1)
             if coordinate not in without and coordinate not in coordinates:
                 coordinates.append(coordinate)
     return coordinates
+
+
+@intervention
+def scale_first_token_keys(
+    key_input: Tensor, tokens: Tensor, W_E: Tensor, *, alpha: Factor = 0.0
+) -> Tensor:
+    """scale_massive_keys for models that add no positions: keys of a sequence read those
+    coordinates alpha times whose size in the embedding of its first token is above mean + 3
+    standard deviations, and at least three (Mahmood 2026, in Qwen2.5).
+    """
+    chosen = massive(W_E[tokens[:, 0]].abs())  # [batch d_model]
+    return key_input.where(~chosen[:, None], alpha * key_input)
+
+
+@intervention
+def scale_random_token_keys(
+    key_input: Tensor,
+    tokens: Tensor,
+    W_E: Tensor,
+    layer: int,
+    *,
+    draw: Seed = 0,
+    alpha: Factor = 0.0,
+) -> Tensor:
+    """The control of scale_first_token_keys: as many coordinates, drawn from the others in each
+    layer.
+    """
+    massive_of_each = massive(W_E[tokens[:, 0]].abs())  # [batch d_model]
+    chosen = torch.zeros_like(massive_of_each)
+    for of_sequence, others in zip(chosen, massive_of_each, strict=True):
+        without = others.nonzero().flatten().tolist()
+        of_sequence[random_coordinates(len(others), len(without), without, layer, draw)] = True
+    return key_input.where(~chosen[:, None], alpha * key_input)
 
 
 @intervention

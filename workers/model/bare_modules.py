@@ -50,6 +50,7 @@ def find_modules(model: Any, blocks: Sequence[nn.Module]) -> dict[str, list[nn.M
         "embed": [model.get_input_embeddings()],
         "pos_embed": [],
         "rotary_positions": rotary_modules(model),
+        "key_input": key_projections(blocks),
         "normed": [],
         "attn_out": child_of_each(blocks, ATTENTION),
         "mlp_out": child_of_each(blocks, MLP),
@@ -67,6 +68,12 @@ def first_mlp(block: nn.Module) -> list[nn.Module]:
     parts = [part for name in MLP_OF_LAYER if (part := child_of(block, [name])) is not None]
     # It shares the parts, and the layer goes on running them itself.
     return [nn.Sequential(*parts)] if len(parts) == len(MLP_OF_LAYER) else []
+
+
+def key_projections(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The module of each layer that makes keys alone; empty if a layer has none."""
+    attentions = child_of_each(blocks, ATTENTION)
+    return child_of_each(attentions, PROJECTIONS["K"]) if attentions else []
 
 
 def rotary_modules(model: nn.Module) -> list[nn.Module]:

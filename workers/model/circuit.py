@@ -18,9 +18,29 @@ class Circuit:
     """
 
     def massive_coordinates(self, count: int) -> list[int]:
-        """The `count` coordinates of the first effective position that are largest in size."""
-        # effective[0] is [d_model]
-        return torch.topk(self.effective[0].abs(), count).indices.tolist()
+        """The `count` coordinates of the first effective position that are largest in size; with a
+        count of 0 the `massive` ones.
+        """
+        sizes = self.effective[0].abs()  # [d_model]
+        if count == 0:
+            return massive(sizes).nonzero().flatten().tolist()
+        return torch.topk(sizes, count).indices.tolist()
+
+
+LEAST_MASSIVE = 3
+"""Coordinates that count as massive however small they are."""
+
+
+def massive(sizes: Tensor) -> Tensor:
+    """Which sizes `[… d_model]` are above mean + 3 standard deviations, and in any case the three
+    largest (Mahmood 2026).
+
+    >>> massive(torch.tensor([1.0, 9, 2, 3, 4])).tolist()
+    [False, True, False, True, True]
+    """
+    deviation = sizes.std(-1, correction=0, keepdim=True)
+    third = sizes.topk(min(LEAST_MASSIVE, sizes.shape[-1])).values[..., -1:]
+    return (sizes > sizes.mean(-1, keepdim=True) + 3 * deviation) | (sizes >= third)
 
 
 def effective_positions(positions: Tensor, mlps: Sequence[nn.Module]) -> Tensor:

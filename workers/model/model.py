@@ -477,7 +477,7 @@ class Model:
         """Whether the model has an activation, such as positions that are no rotations."""
         if activation in ("resid_pre", "resid_post") and self._active_stream is not None:
             return False  # There are several, and which of them a change means is not settled.
-        if activation == "rotary_positions":
+        if activation in ("rotary_positions", "key_input"):
             return bool(self.modules(activation))
         if activation not in MODULE_OUTPUTS:
             return True
@@ -504,8 +504,9 @@ class Model:
 
         The activation is `embed`, `pos_embed`, `normed` for what the attention reads, `attn_out`,
         `mlp_out`, `normed_final` for what the unembedding reads, or `unembed` for the logits.
-        `rotary_positions` makes the angles of rotations, and `first_mlp` computes the first MLP,
-        though the layer may run its parts. The list is empty if the model hides or lacks it.
+        `rotary_positions` makes the angles of rotations, `key_input` is what makes keys alone, and
+        `first_mlp` computes the first MLP, though the layer may run its parts. The list is empty if
+        the model hides or lacks it.
         """
         known = self._known.get(activation)
         return self.boot_bridge().modules[activation] if known is None else known
@@ -555,6 +556,8 @@ class Model:
         """The name of the hook at which TransformerLens shows an activation."""
         if layer is None:
             return "unembed.hook_in" if activation == "unembed_in" else f"hook_{activation}"
+        if activation == "key_input":
+            return f"blocks.{layer}.attn.k.hook_in"
         component = "" if activation in OUTSIDE_ATTENTION else "attn."
         return f"blocks.{layer}.{component}hook_{activation}"
 

@@ -71,15 +71,18 @@ REFUSED = {
     "neox|neox-serial|qwen2|phi|gpt-oss": f"{OF_POSITIONS}|mean_query_bias",
     "bloom": OF_POSITIONS,
     "gpt-neo": "query_bias",
-    "gpt2|gpt2-mini": "rotation",
-    "attn-only-2l-mini|legacy-pth": "mlp|swap_effective|swap_raw|rotation",
+    "gpt2|gpt2-mini": "rotation|token_keys",
+    "neox": "token_keys",
+    "attn-only-2l-mini|legacy-pth": "mlp|swap_effective|swap_raw|rotation|token_keys",
 }
 """Models, and which interventions change or read what they do not have: no sample need meet them.
 """
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "scale_query_bias": ("(-1.5)",), "random_query_bias": ("", "(3,0.25)"),
-    "scale_massive_keys": ("", "(2.5,5)"), "scale_random_keys": ("", "(7,-1,4)"),
+    "scale_massive_keys": ("", "(2.5,5)", "(0,0)"),
+    "scale_random_keys": ("", "(7,-1,4)", "(42,0,0)"),
+    "scale_first_token_keys": ("", "(-2)"), "scale_random_token_keys": ("", "(42,3)"),
     "zero_first_mlp_out": ("", "(1)"), "mask_keys": ("", "(0,3)", "(-8,4)", "(20,1)"),
     "mask_recent_keys": ("", "(2)"), "keep_window": ("(1,4)", "(0,6)"),
     "keep_heavy_keys": ("(3,4)", "(1,1)", "(6,2)"), "mask_random_span": ("", "(3,5)"),
@@ -325,7 +328,8 @@ def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
             shelf.measured(name, intervention, engine)
         return
     if is_refused(name, intervention, engine):
-        with pytest.raises(ModelError, match=r"attn_scores.* cannot be changed in this architect"):
+        problem = r"attn_scores.* cannot be changed in this architect|no key_input for scale_"
+        with pytest.raises(ModelError, match=problem):
             shelf.measured(name, intervention, engine)
         return
     assert compare(shelf.measured(name, intervention, engine), reference) == {}
@@ -408,6 +412,7 @@ CELLS = [
         *product(("mistral-window-6", "bloom"), ("keep_heavy_keys(2,3)",)),
         *product(("opt",), ("swap_effective_positions", "scale_random_keys(7,-1,4)", "zero_mlps")),
         *product(("qwen2", "gemma2-window-6", "phi"), ("swap_first_rotations",)),
+        *product(("qwen2", "opt"), ("scale_first_token_keys", "scale_random_token_keys(42,3)")),
     ]
     for engine in ENGINES
 ]

@@ -29,6 +29,7 @@ from headcount.workers.model.bare_modules import (
     find_blocks,
     find_modules,
     first_mlp,
+    key_projections,
     rotary_modules,
 )
 from headcount.workers.model.files.model_info import (
@@ -54,7 +55,7 @@ MODEL_COMPONENTS = {"normed_final": "ln_final"} | {
 BLOCK_COMPONENTS = {"normed": "ln1", "attn_out": "attn", "mlp_out": "mlp"}
 """The components of TransformerLens whose output is an activation."""
 
-BARE_ALONE = ("embed", "unembed", "rotary_positions")
+BARE_ALONE = ("embed", "unembed", "rotary_positions", "key_input")
 """Activations whose modules are found without TransformerLens."""
 
 
@@ -287,5 +288,6 @@ def _modules_by_activation(
             getattr(block, attribute) for block in blocks if attribute and hasattr(block, attribute)
         ]
     modules["rotary_positions"] = rotary_modules(bare)
+    modules["key_input"] = key_projections(blocks)
     modules["first_mlp"] = modules["mlp_out"][:1] or first_mlp(blocks[0])
     return modules

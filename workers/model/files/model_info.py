@@ -65,6 +65,7 @@ class ModelInfo:
     files: tuple[tuple[str, str], ...] = ()  # name and fingerprint of those that `sha256` covers
     attention_layers: tuple[int, ...] | None = None  # that attend; None if all do
     n_kv_heads: int | None = None  # heads with keys and values of their own, which others share
+    family: str = ""  # of models of transformers, as their config.json names it
 
     @property
     def attention_layers_or_all(self) -> tuple[int, ...]:
@@ -77,7 +78,8 @@ class ModelInfo:
     def record(self) -> dict[str, Any]:
         """The description for a run's manifest, without the place it was loaded from."""
         fields = asdict(self)
-        del fields["path"]
+        # What `files` covers needs no word of its own.
+        del fields["path"], fields["family"]
         fields["files"] = dict(self.files)
         # Left out where it says nothing, so that runs from before keep their identity.
         if self.attention_layers is None:
@@ -300,6 +302,7 @@ def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
         "attention_layers": _attention_layers(config, shape["n_layers"], where),
         "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
         "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
+        "family": config.model_type,
     }
 
 
