@@ -3,12 +3,13 @@
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
 # make controls: which figures pass for random weights, or for interventions that do nothing.
 # make constraints: the versions of every install, anew, and the digests of what the image installs.
-# make chaos SCHEDULES=200 SEED=7: a thousand damages; runs under random deaths and faults, rows lost and doubled.  make scale: shards a second, a million shards.
+# make chaos SCHEDULES=200 DEATHS=1000 SEED=7: a thousand damages; runs on Ray under faults, and under kill -9 on a disk and in a store.  make scale: shards a second, a million shards.
 PYTHON ?= python3
 BIN := .venv/bin
 RUNS ?= runs/demo
 
 SCHEDULES ?= 20
+DEATHS ?= 200
 SEED ?= 0
 
 .PHONY: demo test check long bench precision scale chaos controls docs constraints clean
@@ -92,8 +93,8 @@ scale: .venv/.tools
 
 chaos: .venv/.tools
 	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -m '' tests/schemas/test_damage.py -k no_damage_is_read
-	@$(BIN)/python -m tests.tools.random_deaths --schedules $(SCHEDULES) --seed $(SEED)
-	@$(BIN)/python -m tests.tools.random_deaths --schedules $(SCHEDULES) --seed $(SEED) --store
+	@$(BIN)/python -m tests.tools.random_deaths --schedules $(DEATHS) --seed $(SEED)
+	@$(BIN)/python -m tests.tools.random_deaths --schedules $(DEATHS) --seed $(SEED) --store
 	@$(BIN)/python -c 'from tests.tools.chaos import main; main()' --schedules $(SCHEDULES) --seed $(SEED)
 
 controls: .venv/.tools

@@ -104,9 +104,12 @@ def forget(run: RunDirectory) -> None:
 
 
 def _files_of(run: RunDirectory) -> Iterator[tuple[Place, Driver]]:
-    """The drivers' files of a run; broken ones, and those that cannot be read, are left out."""
+    """The drivers' files of a run; broken ones, and those that cannot be read, are left out.
+
+    Raises `RunError` if a store does not answer: the next request would wait for minutes, too.
+    """
     folder = run.path.parent / ".drivers" / run.run_id
-    with contextlib.suppress(RunError, OSError):
+    with contextlib.suppress(OSError):
         # A temporary file that a killed driver left begins with a dot.
         for name in [name for name in names(folder) if not name.startswith(".")]:
             with contextlib.suppress(RunError, OSError, ValueError):
@@ -142,9 +145,10 @@ class _Heartbeat:
     def beat(self, run: RunDirectory) -> None:
         """Write the file about a run until the driver has ended."""
         # Earlier drivers have nothing more to say.
-        for file, driver in list(_files_of(run)):
-            if not driver.is_alive(time.time()):
-                _delete(file)
+        with contextlib.suppress(RunError):
+            for file, driver in list(_files_of(run)):
+                if not driver.is_alive(time.time()):
+                    _delete(file)
         out, is_job = run.path.parent, JOB_VARIABLE in os.environ
         name = f"{self.driver.host}-{self.driver.process}.json"
         file = out / ".drivers" / run.run_id / name

@@ -91,6 +91,8 @@ class World:
     """Whether runs are written to the store. None draws it for each run, if there is a store."""
     bad_requests: int = 20
     """How many requests the store refuses when it falters. It loses half as many answers."""
+    still_seconds: float = 60.0
+    """How long the store answers nothing when it stands still."""
     driver: Command | None = None
     second_drivers: list[Command] = field(default_factory=list)
     suspended: list[psutil.Process] = field(default_factory=list)
@@ -251,6 +253,13 @@ def store_answers_503(world: World) -> None:
     )
 
 
+def store_stands_still(world: World) -> None:
+    """The store takes requests and answers none for a while."""
+    if isinstance(world.run.path, StorePath) and world.store is not None:
+        with world.store.standing_still():
+            time.sleep(world.still_seconds)
+
+
 def replica_slow(world: World) -> None:
     """A replica stands still until the run is over."""
     for process in world.replicas()[:1]:
@@ -309,6 +318,7 @@ FAULTS_BY_NAME: dict[str, Callable[[World], None]] = {
     "disk_full_for_data": strikes_at_write("full", "data", "/sequences/"),
     "disk_full_for_a_commit": strikes_at_write("full", "commit", "/commits/"),
     "store_answers_503": store_answers_503,
+    "store_stands_still": store_stands_still,
     "replica_slow": replica_slow,
     "node_lost": node_lost,
     "head_lost": head_lost,

@@ -32,9 +32,10 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run import loop
 from headcount.jobs.upkeep.compaction import compact
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.files.places import names, place
+from headcount.schemas.files.places import names, place, region_and_endpoint
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.first_write import _s3_client
 from tests.s3.s3_server import Action, Rule, S3Server
 from tests.tools.committed_rows import Rows, compare, rows_of
 from tests.tools.deaths import death_at_change
@@ -205,6 +206,8 @@ def run_schedules(count: int, seed: int, in_store: bool) -> Schedules:
         if store is not None:
             stack.callback(os.environ.update, dict(os.environ))
             os.environ |= store.env()
+            # What is forked from this process has it; importing boto3 is half of a short life.
+            _s3_client(*region_and_endpoint())
         schedules = Schedules(folder, random.Random(seed), None)
         expected: dict[int, Rows] = {}
         for size in SIZES:

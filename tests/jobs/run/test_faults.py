@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from headcount.schemas.files.places import REQUEST_SECONDS
 from tests.tools.chaos import (
     FAULTS_BY_NAME,
     Life,
@@ -55,7 +56,8 @@ SCHEDULES: dict[str, tuple[bool, int, list[Life]]] = {
         1,
         lives(
             "second_driver 1, replica_killed_while_writing 4, replica_killed_before_its_commit 6, "
-            "disk_full_for_data 8, disk_full_for_a_commit 10, store_answers_503 12, head_lost 16"
+            "disk_full_for_data 8, disk_full_for_a_commit 10, store_answers_503 12, "
+            "store_stands_still 14, head_lost 16"
         ),
     ),
 }
@@ -67,6 +69,8 @@ def chaos() -> Iterator[tuple[World, Rows]]:
     with open_world(4, ToyReplica) as (world, expected):
         # Clients of a store wait longer after every refusal: a few are enough here.
         world.bad_requests = 4
+        # Longer than requests wait for their answers.
+        world.still_seconds = REQUEST_SECONDS + 5
         yield world, expected
 
 

@@ -1,0 +1,117 @@
+"""Stores that stand still, that never answer, and whose listings are stale: runs in them go on, or
+end in one line and are continued, and each row is there once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from headcount.jobs.plan.plan import Plan
+from headcount.jobs.run.loop import missing_shards
+from headcount.schemas.errors import SilentStoreError
+from headcount.schemas.files import places
+from headcount.schemas.files.places import names
+from tests.s3.s3_server import Rule, S3Server
+from tests.tools.committed_rows import compare, rows_of
+from tests.toys.object_stores import object_store
+from tests.toys.runs_here import begun, run_here
+from tests.toys.toy_replica import ToyReplica
+
+SHARDS = 8
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A store of which a request is given up after two seconds."""
+    monkeypatch.setattr(places, "REQUEST_SECONDS", 1)
+    with object_store(monkeypatch) as server:
+        yield server
+
+
+def plan_in(out: str) -> Plan:
+    fields = {
+        "model": "bundled:attn-only-2l-mini",
+        "n_ctx": 8,
+        "input": {"family": "uniform_random"},
+    }
+    sizes = {"sequences": SHARDS, "sequences_per_shard": 1, "out": out}
+    return begun({**fields, **sizes})
+
+
+def assert_rows_are_there_once(plan: Plan, folder: Path) -> None:
+    undisturbed = plan_in(str(folder))
+    run_here(undisturbed)
+    assert compare(rows_of(plan.run.path), rows_of(undisturbed.run.path)) == (0, 0, 0)
+
+
+def puts(store: S3Server, part: str) -> int:
+    return sum(r.method == "PUT" and part in r.path for r in store.requests())
+
+
+def test_a_run_goes_on_after_its_store_stood_still(store: S3Server, tmp_path: Path) -> None:
+    class Disturber(ToyReplica):
+        shards = 0
+
+        def misbehave(self, token: int) -> None:
+            self.shards += 1
+            if self.shards == 3:
+                Thread(target=stand_still).start()
+                time.sleep(0.1)
+
+    def stand_still() -> None:
+        with store.standing_still():
+            time.sleep(3)
+
+    plan = plan_in("s3://bucket/still")
+    began = time.monotonic()
+    run_here(plan, Disturber)
+    assert time.monotonic() - began > 3
+    assert_rows_are_there_once(plan, tmp_path)
+
+
+def test_a_store_that_never_answers_ends_a_run_at_its_first_shard(
+    store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "ATTEMPTS", 1)
+    places._filesystem.cache_clear()
+    plan = plan_in("s3://bucket/silent")
+    store.set_rules(Rule({"cut": "before"}, "/heads/", "PUT", skip=2, count=None))
+    line = (
+        rf"{plan.run.path}/heads/.*: cannot be written \(.*: the store gave no whole answer to 2 "
+        r"requests: curlCode: 52, .*\); mend the access or the store, then run the same command"
+    )
+    with pytest.raises(SilentStoreError, match=line):
+        run_here(plan)
+    assert store.spent() == [2]
+    assert names(plan.run.path / "failures") == []
+    store.clear()
+    run_here(plan)
+    assert_rows_are_there_once(plan, tmp_path)
+
+
+@pytest.mark.long  # boto3 pauses for up to 31 s.
+def test_a_commit_that_is_not_answered_is_never_written_without_its_condition(
+    store: S3Server,
+) -> None:
+    plan = plan_in("s3://bucket/commit")
+    store.set_rules(Rule({"cut": "before"}, "/commits/", "PUT", count=6))
+    with pytest.raises(SilentStoreError, match=r"commits/.*: cannot be written \(Connection was"):
+        run_here(plan)
+    assert (store.spent(), puts(store, "/commits/")) == ([6], 6)
+
+
+def test_stale_listings_double_nothing(store: S3Server, tmp_path: Path) -> None:
+    plan = plan_in("s3://bucket/stale")
+    run_here(plan)
+    store.set_rules(Rule({"stale": 3600}, "list-type=2", "GET", count=None))
+    assert missing_shards(plan).tolist() == list(range(SHARDS))
+    # A shard that seems to be missing is found by the name of its commit.
+    run_here(plan)
+    assert puts(store, "/heads/") == SHARDS
+    store.set_rules()
+    assert_rows_are_there_once(plan, tmp_path)
