@@ -85,7 +85,8 @@ def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None
     assert "2 pass, 1 fail, 1 not comparable" in page
     assert markup(written_page(tmp_path, results=results[2:3])).count("<tbody>") == 1
     assert re.findall(r"<h1>(.*)</h1>|<dd>(.*)</dd>", page) == [
-        ("toy: toy", ""), ("", "toy"), ("", "toy"), ("", "1234abcd")
+        ("toy: toy", ""), ("", "toy"), ("", "toy"), ("", "1234abcd"),
+        ("", "headcount reproduce toy.toml --model m"), ("", "less than 1 s"),
     ]  # fmt: skip
     assert "warning" not in page
     warned = written_page(tmp_path, warning="a miniature")
