@@ -25,11 +25,7 @@ from headcount import app
 from headcount.exports.registry import export_formats
 from headcount.jobs.commands.cluster import known_names
 from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
-from headcount.reproduce.published_run import (
-    estimated_time,
-    explanation,
-    published_command,
-)
+from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import REPLICATIONS, read_toml, replications
 from headcount.reproduce.reproduce_commands import DefaultedGroup
 from headcount.schemas.formulas import Formula
@@ -411,7 +407,8 @@ def literature_page(page: str) -> str:
         "time": (
             [
                 f"`{name}`",
-                "; ".join(filter(None, (f"`{published_command(name, one)}`", explanation(one)))),
+                f"`{published_command(name, one)}`"
+                + (f"; FILE: {one.text.what}" if one.text else ""),
                 estimated_time(one),
             ]
             for name, one in replications().items()

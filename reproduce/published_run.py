@@ -44,12 +44,11 @@ GETTING = {recipe.file: f"headcount reproduce texts {name}" for name, recipe in 
 
 def published_command(name: str, replication: Replication) -> str:
     """One line of a shell that measures every published model. FILE is the authors' own text."""
-    inputs = str([replication.defaults, replication.scan])
-    steps = [line for file, line in GETTING.items() if file in inputs]
+    everything = str(replication)
+    steps = [line for file, line in GETTING.items() if file in everything]
     if replication.made_by:
         steps.append(replication.made_by)
-    # Words instead of a name describe a directory that no command makes.
-    models = [model if " " not in model else "DIRECTORY" for model in _sizes_by_model(replication)]
+    models = [*_sizes_by_model(replication)]
     text = " --text FILE" if replication.text else ""
     target = name if (REPLICATIONS / f"{name}.toml").is_file() else f"{name}.toml"
     measure = f"headcount reproduce {target} --model {{}}{text}"
@@ -67,13 +66,6 @@ def estimated_time(replication: Replication) -> str:
         # A file of one's own may leave out a size, or read a data set of the Hub.
         return "an unknown time"
     return duration(seconds) if seconds >= 1 else "less than 1 s"
-
-
-def explanation(replication: Replication) -> str:
-    """What the words FILE and DIRECTORY of the command stand for; empty without such words."""
-    words = [f"FILE: {replication.text.what}"] if replication.text else []
-    model = replication.published_model
-    return "; ".join([*words, model] if " " in model else words)
 
 
 def _all_operations(replication: Replication) -> float:

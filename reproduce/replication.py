@@ -356,7 +356,7 @@ class Replication(BaseModel):
     published_model: str
     """The model whose figures were published, as a scan names it."""
     made_by: str = ""
-    """The command that trains that model, if it is none of the Hub."""
+    """The command of a shell that makes its directory, if it is no model of the Hub."""
     training_tokens: int = 0
     """Tokens that this command trains on."""
     published_sizes: Sizes

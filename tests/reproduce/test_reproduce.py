@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.console import duration
-from headcount.reproduce.published_run import estimated_time, explanation, published_command
+from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import (
     Check,
     Claim,
@@ -335,13 +335,8 @@ def test_the_command_names_every_model_and_what_it_needs() -> None:
     texts = "headcount reproduce texts sink_circuit_sentence"
     loop = "for model in m a/big; do headcount reproduce toy.toml --model $model --text FILE; done"
     assert published_command("toy", replication) == f"{texts} && {loop}"
-    assert explanation(replication) == "FILE: a text"
-    trained = toy_replication(made_by="train it", published_model="DIRECTORY of it", scan={})
-    assert (
-        published_command("toy", trained)
-        == "train it && headcount reproduce toy.toml --model DIRECTORY"
-    )
-    assert explanation(trained) == "DIRECTORY of it"
+    trained = toy_replication(made_by="train it")
+    assert published_command("toy", trained) == "train it && headcount reproduce toy.toml --model m"
 
 
 def test_the_time_is_operations_of_tokens_over_those_of_a_gpu(
@@ -367,7 +362,7 @@ def test_the_time_is_operations_of_tokens_over_those_of_a_gpu(
     assert estimated_time(trained) == duration((tokens + 3 * 7) * operations)
 
 
-@pytest.mark.parametrize("name", [name for name in REPLICATIONS if REPLICATIONS[name].made_by])
+@pytest.mark.parametrize("name", [n for n in REPLICATIONS if REPLICATIONS[n].training_tokens])
 def test_a_training_has_as_many_tokens_as_its_command(name: str) -> None:
     module, *options = REPLICATIONS[name].made_by.split()[2:]
     args = import_module(module).arguments().parse_args(options)
