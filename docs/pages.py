@@ -25,6 +25,7 @@ from headcount import app
 from headcount.exports.registry import export_formats
 from headcount.jobs.commands.cluster import known_names
 from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
+from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import REPLICATIONS, read_toml, replications
 from headcount.reproduce.reproduce_commands import DefaultedGroup
 from headcount.schemas.formulas import Formula
@@ -394,13 +395,21 @@ def literature_page(page: str) -> str:
     all_sources = sources()
     tables = {
         "replications": (_source_cells(file, source) for file, source in all_sources.items()),
-        "published for": (
+        "stated": (
             [
                 f"[`{name}`](../../reproduce/replications/{name}.toml): {one.title}",
                 len(one.published_values),
                 len(one.claim),
                 one.stated,
-                one.published_model,
+            ]
+            for name, one in replications().items()
+        ),
+        "time": (
+            [
+                f"`{name}`",
+                f"`{published_command(name, one)}`"
+                + (f"; FILE: {one.text.what}" if one.text else ""),
+                estimated_time(one),
             ]
             for name, one in replications().items()
         ),

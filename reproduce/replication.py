@@ -191,8 +191,10 @@ class Check(ControlledQuery):
     """
     stated: str = ""
     """As in the replication, if the source said this at another time."""
-    sizes: Sizes = {}
-    """Sizes of the model that these were published for, if it is not the replication's model."""
+    sizes: Sizes | str = {}
+    """Sizes of the model that these were published for, or its name in `published_models`, if it is
+    not the replication's model.
+    """
     needs_text: bool = False
     """Whether the figures are of the authors' own text: not comparable without `--text`."""
     _values: dict[tuple[str, str], PublishedValue] = PrivateAttr({})
@@ -353,6 +355,10 @@ class Replication(BaseModel):
     """What is measured, in a sentence."""
     published_model: str
     """The model whose figures were published, as a scan names it."""
+    made_by: str = ""
+    """The command of a shell that makes its directory, if it is no model of the Hub."""
+    training_tokens: int = 0
+    """Tokens that this command trains on."""
     published_sizes: Sizes
     """Sizes that a model must have for its numbers to be compared, by field of its description."""
     published_models: dict[str, Sizes] = {}
@@ -383,11 +389,13 @@ class Replication(BaseModel):
     @model_validator(mode="after")
     def _know_every_name(self) -> Self:
         for check in self.check:
-            for value in check.values:
-                if value.model and value.model not in self.published_models:
+            names = [check.sizes] if isinstance(check.sizes, str) else []
+            for name in names + [value.model for value in check.values if value.model]:
+                if name not in self.published_models:
+                    problem = unknown("model", name, self.published_models)
                     raise ValueError(
-                        f"{check.file}: {unknown('model', value.model, self.published_models)}; "
-                        "published_models gives the sizes of each"
+                        f"{check.file or 'sizes'}: {problem}; published_models gives the sizes of "
+                        "each"
                     )
         for name, scan in self.scan.items():
             sizes = scan.get("sizes", [])
@@ -403,6 +411,8 @@ class Replication(BaseModel):
         """The sizes that a model must have for a value to be compared."""
         if value.model:
             return self.published_models[value.model]
+        if isinstance(check.sizes, str):
+            return self.published_models[check.sizes]
         return check.sizes or self.published_sizes
 
     @property
@@ -414,7 +424,8 @@ class Replication(BaseModel):
     def all_sizes(self) -> list[dict[str, int | str]]:
         """The sizes of every model that something was published for."""
         sizes = [self.published_sizes, *self.published_models.values()]
-        return sizes + [check.sizes for check in self.check if check.sizes]
+        own = [check.sizes for check in self.check if check.sizes]
+        return sizes + [each for each in own if not isinstance(each, str)]
 
 
 def replications() -> dict[str, Replication]:

@@ -10,6 +10,7 @@ from typing import Any, SupportsFloat
 
 from headcount.queries.ask.asking import Record, Row, RunDatabase
 from headcount.queries.report.html_page import TEMPLATES, Figures, json_value, write_html
+from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import Figure, Replication
 from headcount.reproduce.verdicts import Result, finite_number
 from headcount.schemas.errors import QueryError, RunError
@@ -36,7 +37,13 @@ def write_page(
     page_figures = Figures()
     content = {
         "title": f"{name}: {replication.title}",
-        "facts": {"source": replication.source, "model": model, "runs": output.stem},
+        "facts": {
+            "source": replication.source,
+            "model": model,
+            "runs": output.stem,
+            "with the published weights": published_command(name, replication),
+            "time of that on one GPU, an estimate": estimated_time(replication),
+        },
         "banner": warning,
         "judged": [result for result in results if result.verdict != "not comparable"],
         "incomparable": [result for result in results if result.verdict == "not comparable"],

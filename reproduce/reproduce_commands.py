@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from typer.core import TyperGroup
 
 from headcount.jobs.commands.options import (
@@ -78,7 +77,8 @@ def reproduce(
     listed: Annotated[
         bool,
         typer.Option(
-            "--list", help="Print the replications, and the models they were published for."
+            "--list",
+            help="Print the replications, and what measures the published models.",
         ),
     ] = False,
     out: Annotated[str, typer.Option(help="Directory for the runs.")] = "runs/reproduce",
@@ -251,6 +251,8 @@ VERDICT_ORDER = ("fail", "pass", "record", "not comparable")
 
 
 def _print_results(attempt: Attempt) -> None:
+    from headcount.reproduce.published_run import estimated_time, published_command
+
     replication, results = attempt.replication, attempt.results
     title = (
         f"{attempt.name}: {replication.title} ({replication.source})\n"
@@ -273,22 +275,25 @@ def _print_results(attempt: Attempt) -> None:
     of_tables = [(result.file, result.verdict) for result in results if result.file]
     for (file, verdict), count in Counter(of_tables).items():
         say(console, f"{file}: {count:,} {verdict}")
+    if attempt.model == replication.bundled_model:
+        # A line for a shell is not broken.
+        time = f"{estimated_time(replication)} on one GPU by an estimate"
+        typer.echo(
+            f"with the published weights, {time}: {published_command(attempt.name, replication)}"
+        )
 
 
 def _print_replications(replications: dict[str, Replication]) -> None:
-    table = Table(
-        Column("name", no_wrap=True),
-        Column("what", overflow="fold"),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-    )
+    from headcount.reproduce.published_run import estimated_time, published_command
+
     for name, replication in replications.items():
         # Only bundled models are miniatures, so the prefix says nothing here.
         miniature = replication.bundled_model.removeprefix("bundled:")
-        table.add_row(
-            name, f"{replication.title}\n{replication.published_model}; offline {miniature}"
-        )
-    Console(highlight=False).print(table)
+        typer.echo(f"{name}: {replication.title}")
+        typer.echo(f"  offline, with {miniature}: headcount reproduce {name}")
+        # A line for a shell is not broken.
+        time = f"{estimated_time(replication)} on one GPU by an estimate"
+        typer.echo(f"  as published, {time}: {published_command(name, replication)}")
 
 
 @commands.command()

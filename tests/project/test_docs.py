@@ -195,10 +195,12 @@ def test_every_command_has_an_example() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_use_only_commands_and_options_that_exist(page: Path) -> None:
     for line in code_lines(page.read_text(encoding="utf-8")):
-        if command := COMMAND.match(line):
-            allowed = options_by_command()
-            assert command[1] in allowed, line
-            assert set(OPTION.findall(command[2])) <= allowed[command[1]], line
+        # A line of a shell may have several commands.
+        for part in re.split(r" && |; (?:do )?", line):
+            if command := COMMAND.match(part):
+                allowed = options_by_command()
+                assert command[1] in allowed, part
+                assert set(OPTION.findall(command[2])) <= allowed[command[1]], part
 
 
 def code_lines(page_text: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -85,7 +86,8 @@ def test_what_is_not_comparable_comes_last_word_for_word(tmp_path: Path) -> None
     assert "2 pass, 1 fail, 1 not comparable" in page
     assert markup(written_page(tmp_path, results=results[2:3])).count("<tbody>") == 1
     assert re.findall(r"<h1>(.*)</h1>|<dd>(.*)</dd>", page) == [
-        ("toy: toy", ""), ("", "toy"), ("", "toy"), ("", "1234abcd")
+        ("toy: toy", ""), ("", "toy"), ("", "toy"), ("", "1234abcd"),
+        ("", "headcount reproduce toy.toml --model m"), ("", "less than 1 s"),
     ]  # fmt: skip
     assert "warning" not in page
     warned = written_page(tmp_path, warning="a miniature")
@@ -193,6 +195,7 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(browser: Chrome, tmp_pa
         figure("cells", "SELECT x, evil(), 0.5 * x FROM range(3) b(x)", "heat"),
         figure("points", "SELECT evil() || x, x, 2 * x FROM range(3) b(x)", "points"),
         figure("beside", "VALUES ('a', 0, 1.0), ('a', 1, 2.0), ('a, published', 0, 3.0)"),
+        figure("upright", "SELECT 'a long name ' || x, 'row', x FROM range(20) b(x)", "heat"),
     )
     address = (tmp_path / "1234abcd.html").as_uri()
     browser.get("about:blank")
@@ -207,7 +210,7 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(browser: Chrome, tmp_pa
         return [mark.get_attribute(name) for mark in found]
 
     # Each figure has marks of its own kind, and of no other.
-    marks = [".line", "[data-bar]", "[data-bar]", "[data-cell]", ".point", ".line"]
+    marks = [".line", "[data-bar]", "[data-bar]", "[data-cell]", ".point", ".line", "[data-cell]"]
     for plot, own in zip(plots, marks, strict=True):
         drawn = {mark for mark in marks if plot.find_elements(By.CSS_SELECTOR, mark)}
         assert drawn == {own}
@@ -216,6 +219,11 @@ def test_every_kind_is_drawn_and_reads_names_as_they_are(browser: Chrome, tmp_pa
     # What was published has the colour of what was measured, and dashes.
     assert len({*attributes(5, ".line", "stroke")}) == 1
     assert attributes(5, ".line", "stroke-dasharray") == [None, "5 3"]
+    # Long names of columns do not lie on one another.
+    upright = plots[6].find_elements(By.CSS_SELECTOR, "text[transform]")
+    assert [name.text for name in upright] == [f"a long name {x}" for x in range(20)]
+    boxes = [name.rect for name in upright]
+    assert all(b["x"] >= a["x"] + a["width"] - 1 for a, b in pairwise(boxes))
     assert attributes(1, "[data-bar]", "data-bar") == [EVIL, EVIL, "10", "10", "2", "2"]
     assert attributes(2, "[data-bar]", "data-bar") == ["key 1", "key 2"]
     assert attributes(3, ".cell", "aria-label") == [

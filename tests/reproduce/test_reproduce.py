@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from headcount import app
+from headcount.jobs.console import duration
+from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import (
     Check,
     Claim,
@@ -318,6 +321,55 @@ def test_a_reader_is_warned_of_every_model_but_the_published_one() -> None:
         assert warning(replication, info, model) == line
 
 
+# With the published weights
+
+
+def test_the_command_names_every_model_and_what_it_needs() -> None:
+    sizes = {"n_layers": 2, "d_model": 4, "d_vocab": 10}
+    replication = toy_replication(
+        published_sizes=sizes,
+        published_models={"a/big": sizes},
+        text={"what": "a text"},
+        scan={"s": {"input": {"family": "csv_texts", "files": "sink_circuit_sentence.csv"}}},
+    )
+    texts = "headcount reproduce texts sink_circuit_sentence"
+    loop = "for model in m a/big; do headcount reproduce toy.toml --model $model --text FILE; done"
+    assert published_command("toy", replication) == f"{texts} && {loop}"
+    trained = toy_replication(made_by="train it")
+    assert published_command("toy", trained) == "train it && headcount reproduce toy.toml --model m"
+
+
+def test_the_time_is_operations_of_tokens_over_those_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headcount.reproduce.published_run.GPU_OPERATIONS", 1.0)
+    sizes = {"n_layers": 2, "d_model": 4, "d_vocab": 10}
+    scans = {
+        "drawn": {"n_ctx": 8, "sequences": 5, "interventions": ["none", "a", "b"]},
+        "sentence": {
+            "n_ctx": 8,
+            "sequences": "all",
+            "input": {"family": "csv_texts", "files": "sink_circuit_sentence.csv"},
+        },
+        "of others": {"n_ctx": 8, "sequences": 5, "sizes": [{"n_layers": 3}]},
+    }
+    fields = {"published_sizes": sizes, "scan": scans}
+    # For a token 24 x 2 x 4² + 2 x 2 x 8 x 4 + 2 x 4 x 10 operations.
+    operations = 768 + 128 + 80
+    tokens = 8 * 5 * 3 + 8
+    assert estimated_time(toy_replication(**fields)) == duration(tokens * operations)
+    trained = toy_replication(**fields, training_tokens=7)
+    assert estimated_time(trained) == duration((tokens + 3 * 7) * operations)
+
+
+@pytest.mark.parametrize("name", [n for n in REPLICATIONS if REPLICATIONS[n].training_tokens])
+def test_a_training_has_as_many_tokens_as_its_command(name: str) -> None:
+    module, *options = REPLICATIONS[name].made_by.split()[2:]
+    args = import_module(module).arguments().parse_args(options)
+    assert REPLICATIONS[name].training_tokens == args.steps * args.batch * args.length
+    assert str(args.out) == REPLICATIONS[name].published_model
+
+
 # Mistakes
 
 
@@ -361,8 +413,8 @@ def test_replications_are_listed_and_a_file_that_is_none_is_a_line(
 ) -> None:
     _, listing = reproduce("--list")
     for name, replication in REPLICATIONS.items():
-        assert f" {name} " in listing
-        assert replication.published_model.split()[0] in listing
+        assert f"{name}: {replication.title}\n" in listing
+        assert f": {published_command(name, replication)}\n" in listing
     (tmp_path / "odd.toml").write_text('title = "odd"\nchek = []')
     monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", tmp_path)
     with pytest.raises(ScanError, match=r"odd.toml: source: Field required"):

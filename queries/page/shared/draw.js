@@ -131,7 +131,11 @@ export function heatmap(options) {
   const gap = Math.min(across, down) > 9 ? 1 : 0;
   const bottom = top + down * rows.length;
   const right = left + across * cols.length;
-  const legendTop = bottom + (isSmall ? 6 : 32);
+  // Names of columns that have no room side by side stand upright.
+  const longestCol = 6.4 * Math.max(...cols.map((name) => String(name).length));
+  const isUpright = longestCol > across && cols.some((name) => typeof name === "string");
+  const colsHeight = isUpright ? longestCol + 6 : 12;
+  const legendTop = bottom + (isSmall ? 6 : 20 + colsHeight);
   const colour = colourOf(range, scale);
   const marks = rows.map((_, row) => cols.map((_, col) => svg("rect", {
     x: (left + col * across).toFixed(2), y: (top + row * down).toFixed(2), width: (across - gap).toFixed(2), height: (down - gap).toFixed(2),
@@ -151,7 +155,8 @@ export function heatmap(options) {
   figure.paint(options.values);
 
   const shownRow = everyOther(rows.length, (down * rows.length) / 13);
-  const shownCol = everyOther(cols.length, (across * cols.length) / (cols.length > 100 ? 26 : 20));
+  const colRoom = isUpright ? 12 : cols.length > 100 ? 26 : 20;
+  const shownCol = everyOther(cols.length, (across * cols.length) / colRoom);
   const axes = svg("g", { "aria-hidden": "true" });
   rows.forEach((name, row) => {
     if (haveNumbers && !shownRow(row)) return;
@@ -159,11 +164,14 @@ export function heatmap(options) {
     axes.append(shortText(left - 5, y, name, Math.floor((left - 14) / 6)));
   });
   cols.forEach((name, col) => {
-    if (shownCol(col)) axes.append(text(left + col * across + (across - gap) / 2, bottom + 12, name, { "text-anchor": "middle" }));
+    if (!shownCol(col)) return;
+    const x = left + col * across + (across - gap) / 2;
+    const upright = { "text-anchor": "end", transform: `rotate(-90 ${x + 3.6} ${bottom + 4})` };
+    axes.append(isUpright ? text(x + 3.6, bottom + 4, name, upright) : text(x, bottom + 12, name, { "text-anchor": "middle" }));
   });
   const middle = top + (bottom - top) / 2;
-  if (haveNumbers && rowName && bottom - top >= 44) axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }));
-  axes.append(text((left + right) / 2, bottom + 25, colName, { "text-anchor": "middle" }));
+  if (haveNumbers && rowName && bottom - top >= Math.max(44, 6 * rowName.length)) axes.append(text(9, middle, rowName, { "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }));
+  axes.append(text((left + right) / 2, bottom + 13 + colsHeight, colName, { "text-anchor": "middle" }));
   figure.append(isSmall ? "" : axes, legend(left, legendTop, Math.max(90, Math.min(right - left, 180)), range, scale));
 
   const ring = svg("rect", { class: "chosen", width: across - gap + 3, height: down - gap + 3, rx: 2 });
