@@ -31,7 +31,7 @@ run_ray() {
 }
 
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
-    # Only this job has the token. Ray answers /metrics without one, so it collects none.
+    # Only this job has the token. Ray's /metrics would answer without one, so there is none.
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_enable_metrics_collection=0 DASHBOARD_METRIC_PORT=-1 RAY_USAGE_STATS_ENABLED=0
 
@@ -64,6 +64,7 @@ fi
 
 headcount scan "${cluster[@]}" "$@" &
 scan=$!
+[ -z "$stopping" ] || kill -TERM "$scan"
 wait "$scan"
 code=$?
 # The signal has ended that wait, and the scan takes up to 30 s to finish what it has in hand.
@@ -72,7 +73,7 @@ if [ -n "$stopping" ]; then
     code=$?
 fi
 if [ -n "$steps" ]; then
-    kill -TERM $steps
+    kill -TERM $steps 2> /dev/null
     wait
 fi
 
