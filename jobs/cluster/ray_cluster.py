@@ -25,7 +25,7 @@ import ray
 import ray.exceptions
 
 # Ray does not promise to keep these names, so no other file has one.
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+from ray._private import ray_constants
 from ray._private.state import state
 from ray._private.worker import global_worker
 
@@ -116,6 +116,9 @@ def _start(cores: int) -> None:
     # this process, and so does its token.
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Ray would listen on every network of this machine, and answer /metrics without the token. It
+    # listens on the loopback alone if no other machine may join.
+    ray_constants.ENABLE_RAY_CLUSTER = False
     # Ray lets workers import from the directory that it is started in, before all others. In the
     # user's directory a `jobs.py` may lie, so Ray is started in the directory of our code. The
     # replicas change back, because paths of a scan are relative to the user's directory.
@@ -285,7 +288,7 @@ def hook_variables() -> dict[str, str]:
     What Ray documents, `worker_process_setup_hook`, reaches the driver's workers, and not the actor
     that starts the driver. This variable is how Ray itself passes it on.
     """
-    return {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: SETUP_HOOK}
+    return {ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR: SETUP_HOOK}
 
 
 def last_line(text: str) -> str:

@@ -35,7 +35,7 @@ COMMIT_DELAY = 3.0
 that the first machine would otherwise end it before the second one is there.
 """
 HEAD_SECONDS = 90
-PROGRESS_SECONDS = 150
+PROGRESS_SECONDS = 400
 
 PRIVATE = "/run"
 """Every machine mounts an empty directory here. Ray's sockets, temporary files, the home directory
@@ -64,6 +64,11 @@ def private_directories(*hidden: Path) -> str:
         f"ln -s {tools} {PRIVATE}/environment",
     ]
     return " && ".join(commands)
+
+
+def address(number: int) -> str:
+    """The address of a machine that measures."""
+    return f"{NETWORK}.{number + 1}"
 
 
 @dataclass
@@ -104,26 +109,27 @@ class Machines:
 
     def start_node(self, number: int) -> None:
         """Start a machine that shares only the kernel and the installed libraries with the head."""
+        options = [f"--address={HEAD}", f"--node-ip-address={address(number)}", "--num-cpus=1"]
+        hidden = [ROOT / "headcount", self.folder]
+        steps = [private_directories(*hidden), "cd /", f"exec {shlex.join([*RAY, *options])}"]
+        self.start_machine(number, steps, "--pid", "--fork", "--kill-child", "--mount-proc")
+
+    def start_machine(self, number: int, steps: list[str], *isolation: str) -> None:
+        """Run shell commands on a machine with a network, a name and mounts of its own."""
         name = f"hcnode{number}"
         device = f"hcw{number}"
-        address = f"{NETWORK}.{number + 1}"
-        options = [f"--address={HEAD}", f"--node-ip-address={address}", "--num-cpus=1"]
-        hidden = [ROOT / "headcount", self.folder]
         steps = [
             "echo unshared",
             "read -r the_device_is_there",
-            f"ip addr add {address}/24 dev {device}",
+            f"ip addr add {address(number)}/24 dev {device}",
             f"ip link set {device} up",
             "ip link set lo up",
             f"hostname {name}",
-            private_directories(*hidden),
-            "cd /",
-            f"exec {shlex.join([*RAY, *options])}",
+            *steps,
         ]
         log = self.log(name).open("w")
         node = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child",
-             "--mount-proc", "sh", "-c", " && ".join(steps)],
+            ["unshare", "--net", "--mount", "--uts", *isolation, "sh", "-c", " && ".join(steps)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
         assert node.stdin is not None

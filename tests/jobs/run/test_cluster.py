@@ -1,4 +1,4 @@
-"""A cluster whose machines share nothing but a store (`tests/tools/machines.py`)."""
+"""Clusters of machines, as `tests/tools/machines.py` and `tests/tools/slurm.py` make them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tools.chaos import SCAN, reference
 from tests.tools.committed_rows import compare
 from tests.tools.machines import ROWS_FILE, SCAN_FILE
 
-PROGRAMS = ("ip", "mount", "setpriv", "unshare")
+PROGRAMS = ("ip", "mount", "nsenter", "setpriv", "unshare")
 
 
 def namespaces() -> list[str]:
@@ -42,18 +42,21 @@ def missing() -> str | None:
 
 
 @pytest.mark.long
-def test_machines_that_share_only_the_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scenario", ["machines", "slurm"])
+def test_rows_are_complete_on_machines(scenario: str, tmp_path: Path) -> None:
+    """Of machines that share only the store one is lost; an allocation of Slurm is taken back."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
     scan_file = tmp_path / SCAN_FILE
     scan_file.write_text(SCAN)
     ended = subprocess.run(
-        [*namespaces(), sys.executable, "-m", "tests.tools.machines", str(tmp_path)],
+        [*namespaces(), sys.executable, "-m", f"tests.tools.{scenario}", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    logs = [path.read_text() for path in tmp_path.glob("*.log")]
+    assert ended.returncode == 0, "\n".join([ended.stdout, ended.stderr, *logs])
     expected_rows = reference(scan_file, tmp_path / "undisturbed")
     assert compare(pickle.loads((tmp_path / ROWS_FILE).read_bytes()), expected_rows) == (0, 0, 0)

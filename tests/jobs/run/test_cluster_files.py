@@ -57,6 +57,11 @@ def test_ray_accepts_a_cluster_file_that_is_closed_and_brings_no_code(
     assert config["cluster_name"] == "headcount"
     # Every node asks for the token and gets it as a file.
     assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+    # Nothing answers without it.
+    assert {tuple(option.split()) for option in config["docker"]["run_options"]} >= {
+        ("--env", "RAY_enable_metrics_collection=0", "--env", "DASHBOARD_METRIC_PORT=-1",
+         "--env", "AUTOSCALER_METRIC_PORT=-1")
+    }  # fmt: skip
     assert config["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
     # The dashboard listens on the head itself only.
     (start,) = [command for command in config["head_start_ray_commands"] if "ray start" in command]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from rich.console import Console
@@ -93,6 +94,17 @@ def scraped() -> tuple[str, Samples]:
     return text, samples
 
 
+def listening_addresses() -> set[str]:
+    """The addresses at which this process and those that it has started take connections."""
+    me = psutil.Process()
+    return {
+        connection.laddr.ip.removeprefix("::ffff:")
+        for process in [me, *me.children(recursive=True)]
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
 def watch(plan: Plan, seen: dict[str, Any]) -> None:
     """Read until all shards but the last are told of, then let the last one end."""
     deadline = time.monotonic() + 90
@@ -108,6 +120,7 @@ def watch(plan: Plan, seen: dict[str, Any]) -> None:
         if has_share and EXPECTED.items() <= seen["samples"].items():
             break
         time.sleep(0.4)
+    seen["addresses"] = listening_addresses()
     (Path(plan.scan.out) / "watched").touch()
 
 
@@ -119,6 +132,7 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
     watcher.start()
     assert run_to_end(plan, Resources(1, 1, "cpu"), Console(quiet=True), WatchedReplica) == []
     watcher.join()
+    assert seen["addresses"] == {"127.0.0.1"}  # Nobody else reads them: Ray asks for no token.
     samples: Samples = seen["samples"]
     assert EXPECTED.items() <= samples.items(), samples
     assert [samples["ray_headcount_shards", state] for state in ("waiting", "failed")] == [0, 0]
