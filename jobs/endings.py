@@ -41,11 +41,11 @@ INTERRUPTED = {128 + signal.SIGINT: signal.SIGINT, int(signal.SIGTERM): signal.S
 in Ray, while it starts.
 """
 
-FINISHING_SECONDS = 25.0  # work in hand is waited for after SIGTERM; schedulers kill at 30
+FINISHING_SECONDS = 25.0
+"""After a first SIGTERM, work in hand is waited for so long. Schedulers kill after 30 s."""
 
 CLEANING_SECONDS = 20.0
 """Exit after this time even if the processes that the command started have not ended."""
-
 
 TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 SCARCE = TOO_MANY_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
