@@ -13,6 +13,8 @@ its own, or where Python can raise nothing. So one handler hears all signals, an
 everything.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os
@@ -39,8 +41,11 @@ INTERRUPTED = {128 + signal.SIGINT: signal.SIGINT, int(signal.SIGTERM): signal.S
 in Ray, while it starts.
 """
 
-FINISHING_SECONDS = 25.0  # work in hand is waited for after SIGTERM; schedulers kill at 30
-CLEANING_SECONDS = 20.0  # exit after this time even if child processes have not ended
+FINISHING_SECONDS = 25.0
+"""After a first SIGTERM, work in hand is waited for so long. Schedulers kill after 30 s."""
+
+CLEANING_SECONDS = 20.0
+"""Exit after this time even if the processes that the command started have not ended."""
 
 TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 SCARCE = TOO_MANY_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -214,7 +219,7 @@ def _timer(seconds: float, call: Callable[..., object], *arguments: object) -> t
     return timer
 
 
-def _repeat_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
+def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
     """Repeat an interrupt from where Python can raise nothing: it would print it and continue."""
     if not isinstance(unraisable.exc_value, KeyboardInterrupt | Stopped):
         sys.__unraisablehook__(unraisable)

@@ -4,6 +4,8 @@ The function that rotates, in a model's file in transformers, is wrapped during 
 angles. Nothing is computed until somebody asks.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys
@@ -70,7 +72,7 @@ class Rotation:
             return turned
         return torch.cat([turned, q[..., self.width :]], dim=-1)
 
-    def checked(self, q: Tensor) -> "Rotation":
+    def checked(self, q: Tensor) -> Rotation:
         """The same without its copy of queries; without `rotate` if `q` is not undone."""
         if self.rotate is None or self.given is None:
             return self
