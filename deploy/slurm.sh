@@ -13,6 +13,7 @@
 #SBATCH --signal=B:TERM@60
 
 # A shell handles no signal while a command runs in front of it, so the scan runs behind it and gets the signal from here.
+scan='' stopping='' steps=''
 trap 'stopping=1; [ -z "$scan" ] || kill -TERM "$scan"' TERM
 
 # What a node runs until its step gets SIGTERM. Ray keeps its files in a directory that nobody else can have made. It gives up
@@ -23,6 +24,7 @@ run_ray() {
     for try in 1 2 3; do
         rm -rf "$files" && mkdir -m 700 "$files" || return
         RAY_TMPDIR=$files ray start --block --num-cpus="$SLURM_CPUS_ON_NODE" --object-store-memory=1000000000 "$@" > "$files/said" &
+        [ -z "$stopping" ] || kill $!
         wait
         wait
         [ -z "$stopping" ] || break
@@ -41,7 +43,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     first=${first%%$'\n'*}
     others=$((SLURM_JOB_NUM_NODES - 1))
     # This node's address on the network of the nodes is the one that another node's step is started from.
-    address=$("${step[@]}" --nodes=1 --ntasks=1 --exclude="$first" printenv SLURM_LAUNCH_NODE_IPADDR)
+    address=$("${step[@]}" --nodes=1 --ntasks=1 --exclude="$first" printenv SLURM_LAUNCH_NODE_IPADDR) || exit 2
 
     # A hundred ports below those that systems hand out. Another job on these nodes has other ones.
     port=$((20000 + SLURM_JOB_ID % 100 * 100))

@@ -114,8 +114,7 @@ class Allocation(Machines):
             "SLURM_JOB_ID": str(JOB_ID),
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "hcnode[1-2]",
-            # Slurm sets it for each task: where `srun` runs.
-            "SLURM_LAUNCH_NODE_IPADDR": address(1),
+            "PLAYED_ADDRESS": address(1),
         }
 
     def sbatch(self, *words: str) -> subprocess.Popen[str]:
@@ -144,7 +143,7 @@ class Allocation(Machines):
         left = [process.cmdline() for process in self.processes()]
         assert not left, left
         for node in self.nodes.values():
-            assert not list(Path(f"/proc/{node.pid}/root/tmp").glob("headcount*"))
+            assert not Path(f"/proc/{node.pid}/root/tmp/headcount-{JOB_ID}").exists()
 
 
 def open_ports(host: str) -> list[int]:
@@ -176,7 +175,7 @@ def grpc_answers(host: str, port: int, token: str = "") -> set[str]:
         for call in CALLS:
             try:
                 channel.unary_unary(f"/ray.rpc.{call}")(
-                    b"", timeout=5, metadata=[("authorization", f"Bearer {token}")]
+                    b"", timeout=5, metadata=(("authorization", f"Bearer {token}"),)
                 )
                 codes.add("OK")
             except grpc.RpcError as error:

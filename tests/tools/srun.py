@@ -40,12 +40,11 @@ def srun(words: list[str]) -> int:
     names = [name for name in options.nodelist.split(",") if name not in excluded]
     if not options.nodes == options.ntasks == len(names):
         parser.error(f"{options.ntasks} tasks on {options.nodes} nodes, and there are {names}")
+    variables = {"SLURM_LAUNCH_NODE_IPADDR": os.environ["PLAYED_ADDRESS"]}
+    variables["SLURM_CPUS_ON_NODE"] = "1"
     tasks = [
-        subprocess.Popen(
-            on_node(name, Path.cwd(), options.command),
-            env=os.environ | {"SLURM_PROCID": str(number), "SLURM_CPUS_ON_NODE": "1"},
-        )
-        for number, name in enumerate(names)
+        subprocess.Popen(on_node(name, Path.cwd(), options.command), env=os.environ | variables)
+        for name in names
     ]
     signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
     return max(task.wait() for task in tasks)
