@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headcount.jobs.plan.plan import make_plan
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
@@ -348,13 +347,6 @@ def test_every_sequence_has_its_own_partner(paths: Paths, replicas: Replicas) ->
     small_batches = toy.replica(paths["gpt2"], predictions=["losses"], batch_size=2)
     losses = [r.measure(TOKENS, text, partner=PARTNER).sequences for r in (replica, small_batches)]
     np.testing.assert_allclose(losses[0]["losses"], losses[1]["losses"], atol=1e-6)
-
-
-def test_a_scan_needs_a_family_with_partners(paths: Paths) -> None:
-    scan = toy.toy_scan(interventions=["none", "patch_head(0,0)"], model=str(paths["gpt2"]))
-    families = "families with partners: ioi, ioi_other_names, ngram_corrupt, ngram_overlap"
-    with pytest.raises(ScanError, match=rf"'patch_head\(0,0\)' .*has none; {families}"):
-        make_plan(scan, "toy")
 
 
 @pytest.mark.parametrize(
