@@ -36,7 +36,6 @@ from tests.toys.toy_runs import (
     data_file,
     local,
     one_line,
-    read_manifest,
     write_run,
 )
 
@@ -295,17 +294,6 @@ def test_only_whole_committed_files_count(tmp_path: Path, capfd: Any) -> None:
     ):
         result = CliRunner().invoke(commands, words, catch_exceptions=False)
         assert result.stderr.splitlines() == lines
-
-
-def test_files_that_do_not_fit_the_manifest_are_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "a-1", SINKS)
-    manifest = read_manifest(run)
-    statistics = manifest["kinds"]["statistics"]
-    statistics["entropy"] = statistics["sink_mass"]
-    local(run.manifest_file).write_text(json.dumps(manifest))
-    problem = r'table heads do not fit the manifest: .*"entropy" not found'
-    with pytest.raises(QueryError, match=problem):
-        connect(tmp_path)
 
 
 def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
