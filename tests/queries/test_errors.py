@@ -242,8 +242,12 @@ def test_runs_and_groups_are_compared_over_documents(tmp_path: Path) -> None:
         (row,) = database.records(f"FROM contrasts(compare := '{compare}') {where}")
         (this, this_number), (other, other_number) = (error_over_documents(*g) for g in groups)
         expected = math.hypot(*(0 if e is None else e.expected for e in (this, other)))
-        assert row["standard_error"] == pytest.approx(expected)
+        difference = np.mean(groups[0][0]) - np.mean(groups[1][0])
+        found = [row[name] for name in ("difference", "standard_error", "z")]
+        assert found == pytest.approx([difference, expected, difference / expected])
         assert (row["this_documents"], row["other_documents"]) == (this_number, other_number)
+        sequences = (row["this_sequences"], row["other_sequences"])
+        assert sequences == tuple(len(numbers) for numbers, _ in groups)
 
 
 def test_the_error_of_a_small_spread_on_a_large_mean_keeps_its_digits(tmp_path: Path) -> None:
