@@ -368,7 +368,7 @@ def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
     assert sources_read(opened, "FROM query_table('he' || 'ads')") == list(SOURCES)
 
 
-@pytest.mark.parametrize("call", ["query", "query/* of text */", "QUERY"])
+@pytest.mark.parametrize("call", ["query", "QUERY/* of text */"])
 def test_the_text_of_a_function_may_name_any_view(small: Path, call: str) -> None:
     """Views are made when a query names them."""
     assert open_runs(small).rows(f"FROM {call}('SELECT count(*) FROM by_head')") == [(6,)]
