@@ -39,7 +39,6 @@ from tests.toys.toy_runs import (
     write_run,
 )
 
-Connection = duckdb.DuckDBPyConnection
 connect = partial(connect_eagerly, lazily=True)
 SINKS: dict[str, Cell] = {"sink_mass": lambda row: sink_mass(row)}
 
