@@ -135,10 +135,8 @@ def check_views(plan: Plan, measured: Measured) -> None:
     records = database.records("effects")
     assert records
     for record in records:
-        untouched, intervened = (
-            values[place(record | {"intervention": "none"})],
-            values[place(record)],
-        )
+        untouched = values[place(record | {"intervention": "none"})]
+        intervened = values[place(record)]
         check(record, intervened - untouched, documents)
         defined = ~np.isnan(intervened - untouched)
         means = (untouched[defined].mean(), intervened[defined].mean())
@@ -255,8 +253,12 @@ def test_runs_and_groups_are_compared_over_documents(tmp_path: Path) -> None:
         (row,) = database.records(f"FROM contrasts(compare := '{compare}') {where}")
         (this, this_number), (other, other_number) = (error_over_documents(*g) for g in groups)
         expected = math.hypot(*(0 if e is None else e.expected for e in (this, other)))
-        assert row["standard_error"] == pytest.approx(expected)
+        difference = np.mean(groups[0][0]) - np.mean(groups[1][0])
+        found = [row[name] for name in ("difference", "standard_error", "z")]
+        assert found == pytest.approx([difference, expected, difference / expected])
         assert (row["this_documents"], row["other_documents"]) == (this_number, other_number)
+        sequences = (row["this_sequences"], row["other_sequences"])
+        assert sequences == tuple(len(numbers) for numbers, _ in groups)
 
 
 def test_the_error_of_a_small_spread_on_a_large_mean_keeps_its_digits(tmp_path: Path) -> None:
@@ -305,10 +307,8 @@ def varied_cells(shift: float = 0.0) -> dict[str, Cell]:
     }
 
 
-def check_change(
-    row: dict[str, Any], before: list[Any], after: list[Any], names: tuple[str, str]
-) -> None:
-    """Hold a row to the values on each sequence; its columns of means have these names."""
+def check_change(row: dict[str, Any], before: list[Any], after: list[Any]) -> None:
+    """Hold a row to the values on each sequence."""
     # Files hold float32, so the exact change is that of the rounded values.
     pairs = [
         (np.float32(old), np.float32(new))
@@ -319,7 +319,7 @@ def check_change(
     changes = new_values - old_values
     error = changes.std(ddof=1) / math.sqrt(len(pairs))
     expected = [old_values.mean(), new_values.mean(), changes.mean(), error]
-    found = [row[name] for name in (*names, "change", "standard_error")]
+    found = [row[name] for name in ("other", "this", "change", "standard_error")]
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
     assert row["pairs"] == len(pairs) < len(before)
 
@@ -356,7 +356,7 @@ def test_run_changes_are_those_of_numpy_in_both_directions(tmp_path: Path) -> No
             [cells["sink_mass"](place) for place in places] for cells in (first_cells, second_cells)
         )
         before, after = (second, first) if row["run_id"] == "a-1" else (first, second)
-        check_change(row, before, after, ("other", "this"))
+        check_change(row, before, after)
 
 
 @pytest.mark.parametrize("different", [{"n_ctx": 6}, {"family": "repeated_random"}])

@@ -27,7 +27,6 @@ PLACES = ("query", "key", "lag", "candidate", "dimension", "component", "other_c
 SHARED = {name for name in PROFILES if "resid" in name or "logit" in name}
 """Profiles that all heads of a layer share."""
 CURVES = [name for name, profile in PROFILES.items() if profile.axis != "pair"]
-KEPT = ("profiles", "curves", "weights")
 # Shards do not know which run they are of.
 OF_THE_RUN = ["run_id", "intervention"]
 

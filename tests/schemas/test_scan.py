@@ -1,6 +1,4 @@
-"""Scan files and options of statistics: what they mean, and what the
-fingerprint depends on. Wrong ones: `tests/misuse`.
-"""
+"""Scan files: what they mean, and what the fingerprint depends on. Wrong ones: `tests/misuse`."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ from typing import Any
 
 import pytest
 
-import headcount
-from headcount.queries.open.connection import connect
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
 from tests.toys import toy_models as toy
 
@@ -87,39 +83,6 @@ def test_the_fingerprint_does_not_depend_on_how_and_how_much_is_measured_nor_on_
     assert parse_scan(backwards).fingerprint == fingerprint(input=options)
 
 
-# Statistics with options
-
-
-def scan_of(*statistics: str) -> Scan:
-    return toy.toy_scan(statistics=list(statistics))
-
-
-def test_a_scan_with_options_is_measured_extended_and_asked_in_sql(tmp_path: Path, gpt2: Path):
-    fields: dict[str, Any] = {"n_ctx": 12, "sequences": 2, "sequences_per_shard": 2}
-    fields |= {"model": str(gpt2), "input": {"family": "uniform_random"}}
-    fields |= {"statistics": ["entropy", "distant_mass(1,3)", "sink_position"]}
-    fields |= {"out": str(tmp_path / "runs")}
-    with headcount.scan(fields, name="options", replicas=0, quiet=True) as run:
-        first = run.path
-    fields |= {"sequences": 4, "statistics": ["entropy", "distant_mass(1, 3)", "sink_position"]}
-    with headcount.scan(fields, name="options", replicas=0, quiet=True) as run:
-        assert run.path == first
-        rows = run.sql("SELECT distant_mass_1_3, sink_position FROM heads").rows()
-        assert len(rows) == 4 * 3 * 4
-        assert all(0 < share < 1 for share, _ in rows)
-        assert {position for _, position in rows} <= set(range(7))
-        baselines = run.sql("SELECT DISTINCT uniform_distant_mass_1_3 FROM sequences").rows()
-        # Of q + 1 keys, q - 3 are distant.
-        expected = sum((q - 3) / (q + 1) for q in range(4, 12)) / 8
-        assert baselines == [(pytest.approx(expected, abs=1e-5),)]
-        comment = (
-            "SELECT comment FROM duckdb_columns() "
-            "WHERE table_name = 'by_head' AND column_name = 'mean_distant_mass_1_3'"
-        )
-        with connect(first) as connection:
-            assert "sink = 1, recent = 3" in connection.execute(comment).fetchall()[0][0]
-
-
 def test_parse_scan_takes_what_it_writes():
-    scan = scan_of("standard", "distant_mass(2,3)")
+    scan = toy.toy_scan(statistics=["standard", "distant_mass(2,3)"])
     assert parse_scan(scan.model_dump(mode="json", exclude_none=True)) == scan

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headcount.jobs.plan.plan import make_plan
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
@@ -348,13 +347,6 @@ def test_every_sequence_has_its_own_partner(paths: Paths, replicas: Replicas) ->
     np.testing.assert_allclose(losses[0]["losses"], losses[1]["losses"], atol=1e-6)
 
 
-def test_a_scan_needs_a_family_with_partners(paths: Paths) -> None:
-    scan = toy.toy_scan(interventions=["none", "patch_head(0,0)"], model=str(paths["gpt2"]))
-    families = "families with partners: ioi, ioi_other_names, ngram_corrupt, ngram_overlap"
-    with pytest.raises(ScanError, match=rf"'patch_head\(0,0\)' .*has none; {families}"):
-        make_plan(scan, "toy")
-
-
 @pytest.mark.parametrize(
     ("family", "other"), [("ngram_overlap", "ngram_corrupt"), ("ngram_corrupt", "ngram_overlap")]
 )
@@ -473,22 +465,6 @@ def test_auto_is_the_fastest_precision_that_every_intervention_can_have(paths: P
             assert settled(llama, device, **changes).precision == "float32"
 
 
-def test_a_precision_that_an_intervention_cannot_have_is_refused(paths: Paths) -> None:
-    changes: dict[str, Any] = {"precision": "bfloat16", "interventions": ["swap_first_key(5)"]}
-    line = (
-        r"^precision: swap_first_key\(5\) is measured by the dense engine \(k is changed before "
-        r"its rotation\), which does not compute in bfloat16; set precision = 'auto', 'float32' or "
-        "'float64'$"
-    )
-    llama = model_of(paths["llama"])
-    with pytest.raises(ScanError, match=line):
-        settled(llama, "cuda", **changes)
-    assert settled(llama, "cuda", **changes | {"precision": "float64"}).precision == "float64"
-    replica = toy.replica(paths["llama"], precision="bfloat16")
-    with pytest.raises(ScanError, match=line):
-        replica.measure(TOKENS, "swap_first_key(5)")
-
-
 def test_methods_say_engine_precision_attention_and_built_layers(replicas: Replicas) -> None:
     expected = {
         "none": ("fused", "tiles", []),
@@ -510,6 +486,8 @@ def test_activations_are_changed_in_every_precision(paths: Paths, replicas: Repl
     assert (low.method.engine, low.method.precision) == ("fused", "bfloat16")
     assert (low.heads["head_output_norm"][:, 1, 2] == 0).all()
     assert 0 < np.abs(low.heads["sink_mass"] - exact.heads["sink_mass"]).max() < 0.05
+    with pytest.raises(ScanError, match="does not compute in bfloat16"):
+        toy.replica(paths["llama"], precision="bfloat16").measure(TOKENS, "swap_first_key(5)")
 
 
 @pytest.mark.parametrize(
