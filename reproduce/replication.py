@@ -387,6 +387,10 @@ class Replication(BaseModel):
                         f"{check.file}: {unknown('model', value.model, self.published_models)}; "
                         "published_models gives the sizes of each"
                     )
+        families = {str(sizes.get("family")) for sizes in self.all_sizes}
+        for name in self.family:
+            if name not in families:
+                raise ValueError(f"family.{name}: {unknown('family', name, families)}")
         for name, scan in self.scan.items():
             sizes = scan.get("sizes", [])
             for alternative in sizes:
