@@ -397,6 +397,10 @@ class Replication(BaseModel):
                         f"{check.file or 'sizes'}: {problem}; published_models gives the sizes of "
                         "each"
                     )
+        families = {str(sizes.get("family")) for sizes in self.all_sizes}
+        for name in self.family:
+            if name not in families:
+                raise ValueError(f"family.{name}: {unknown('family', name, families)}")
         for name, scan in self.scan.items():
             sizes = scan.get("sizes", [])
             for alternative in sizes:

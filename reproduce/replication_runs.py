@@ -95,7 +95,11 @@ def describe_model(model: str, overrides: Iterable[str], models: KnownModels) ->
     """
     names = ("model", "revision")
     of_model = [each for each in overrides if each.partition("=")[0].strip() in names]
-    return models.describe(**override_fields({"model": model}, of_model))
+    fields = override_fields({"model": model}, of_model)
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            raise ScanError(f"--set {name}: expected one text, got {value!r}")
+    return models.describe(**fields)
 
 
 def measure_runs(

@@ -286,7 +286,7 @@ CHANGES: dict[str, dict[str, Callable[..., Array]]] = {
     "pos_embed": {"zero_positions": lambda value, place, weights: value * 0},
     "rotary_positions": {
         "first_rotation_second": lambda value, place, weights: put(value, 0, 1),
-        "swap_first_rotations": lambda value, place, weights: put(value, [0, 1], [1, 0]),
+        "swap_first_rotations": lambda value, place, weights: value[[1, 0, *range(2, len(value))]],
         "zero_rotations": lambda value, place, weights: value * 0,
     },
     "embed": {

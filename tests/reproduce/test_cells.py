@@ -169,7 +169,8 @@ class Parts:
         base = self.model.model.decoder if family == "opt" else self.model.base_model
         self.layers = base.layers if family in ("opt", *ROTARY) else base.h
         self.embedding = base.wte if family.startswith("gpt") else base.embed_tokens
-        self.positions = getattr(base, "embed_positions" if family == "opt" else "wpe", None)
+        name = "embed_positions" if family == "opt" else "wpe"
+        self.positions: Any = getattr(base, name, None)
 
     def mlp(self, layer: int) -> Any:
         """The module whose output is what the MLP adds."""

@@ -159,6 +159,19 @@ def test_the_sizes_are_those_of_the_revision_that_is_asked_for(
     assert verdicts(results) == {"of-2": "pass", "of-3": "skipped"}
 
 
+def test_fields_of_a_family_are_for_its_models(folder: Path, gpt2: str) -> None:
+    text = f"{SCANS}[family.gpt2]\nn_ctx = 10\n" + CHECK % 0.5
+    file = replication_text(text, 'family = "gpt2", n_layers = 3')
+    (folder / "a.toml").write_text(file)
+    assert reproduce("a", "--model", gpt2)[0] == 0
+    manifests = [json.loads(each.read_text()) for each in Path("runs").rglob("manifest.json")]
+    assert [each["identity"]["scan"]["n_ctx"] for each in manifests] == [10, 10]
+    wrong = reproduce("a", "--model", gpt2, "--set", 'revision=["x", "y"]')[1]
+    assert "--set revision: expected one text, got ['x', 'y']" in wrong
+    (folder / "a.toml").write_text(file.replace("[family.gpt2]", "[family.gpt3]"))
+    assert "family.gpt3: unknown family 'gpt3'" in reproduce("a", "--model", gpt2)[1]
+
+
 def test_few_models_stay_in_memory(gpt2: str) -> None:
     models = KnownModels()
     info = models.describe(gpt2)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    GPT2Config,
-    GPTNeoConfig,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    Qwen2Config,
-)
 
 from headcount.schemas.packages import PACKAGE
-from tests.toys.toy_models import legacy_state, write_config
+from tests.toys.toy_models import family, legacy_state, write_config
 
 MINIATURES = PACKAGE / "models"
 
@@ -29,26 +21,27 @@ UNTRAINED, LIVELY = 0.02, 0.3
 """Standard deviation of weights: as GPT-2 begins, and so large that every change shows."""
 
 
-FAMILIES: dict[str, Callable[[dict[str, int]], Any]] = {
-    "gpt2": lambda shape: GPT2Config(**shape),
-    "gpt_neo": lambda shape: GPTNeoConfig(
-        **shape, attention_types=[[["global"], shape["num_hidden_layers"]]]
-    ),
-    "opt": lambda shape: OPTConfig(
-        **shape, ffn_dim=4 * shape["hidden_size"], word_embed_proj_dim=shape["hidden_size"]
-    ),
-    "qwen2": lambda shape: Qwen2Config(**shape, **_of_rotary(shape)),
-    "llama": lambda shape: LlamaConfig(**shape, **_of_rotary(shape)),
-    "mistral": lambda shape: MistralConfig(**shape, **_of_rotary(shape), sliding_window=None),
-}
-"""Configurations of families, from sizes in the words of transformers."""
+FAMILIES = {
+    "gpt2": "GPT2Config", "gpt_neo": "GPTNeoConfig", "opt": "OPTConfig", "qwen2": "Qwen2Config",
+    "llama": "LlamaConfig", "mistral": "MistralConfig",
+}  # fmt: skip
+"""The configurations of families of transformers."""
 
 
-def _of_rotary(shape: dict[str, int]) -> dict[str, int]:
-    """Two queries share a key, if there are two."""
-    n_heads, d_model = shape["num_attention_heads"], shape["hidden_size"]
-    groups = n_heads // 2 if n_heads % 2 == 0 else n_heads
-    return {"intermediate_size": 4 * d_model, "num_key_value_heads": groups}
+def config_of_family(name: str, n_layers: int, n_heads: int, d_model: int, **fields: int) -> Any:
+    """The configuration of a model of a family of `FAMILIES`."""
+    # Two queries share a key, if there are two.
+    more: dict[str, Any] = {"num_key_value_heads": n_heads // 2 if n_heads % 2 == 0 else n_heads}
+    if name == "gpt2":
+        more = {}
+    elif name == "gpt_neo":
+        more = {"attention_types": [[["global"], n_layers]]}
+    elif name == "opt":
+        more = {"ffn_dim": 4 * d_model, "word_embed_proj_dim": d_model}
+    elif name == "mistral":
+        more |= {"sliding_window": None}
+    sizes = {"num_hidden_layers": n_layers, "num_attention_heads": n_heads, "hidden_size": d_model}
+    return family(FAMILIES[name], **sizes, **fields, **more, intermediate_size=4 * d_model)
 
 
 def write_random_model(
@@ -74,13 +67,11 @@ def write_random_model(
 
         # The last token is BOS, as in GPT-2.
         last = dict.fromkeys(("bos_token_id", "eos_token_id"), d_vocab - 1)
-        shape = {
-            "num_hidden_layers": n_layers, "num_attention_heads": n_heads, "hidden_size": d_model,
-            "max_position_embeddings": n_ctx, "vocab_size": d_vocab, **last,
-        }  # fmt: skip
-        make_config = FAMILIES[str(sizes.get("family", "gpt2"))]
+        fields = {"max_position_embeddings": n_ctx, "vocab_size": d_vocab, **last}
+        name = str(sizes.get("family", "gpt2"))
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(make_config(shape))
+        new_config = config_of_family(name, n_layers, n_heads, d_model, **fields)
+        model = AutoModelForCausalLM.from_config(new_config)
         if scale != UNTRAINED:
             _draw(dict(model.named_parameters()), scale, seed)
         model.save_pretrained(directory)

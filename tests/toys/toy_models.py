@@ -282,7 +282,7 @@ def pickle_weights(path: Path, more: Mapping[str, Any] | None = None) -> None:
 
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
-    torch.save(tensors | (more or {}), path / "pytorch_model.bin")
+    torch.save({**tensors, **(more or {})}, path / "pytorch_model.bin")
 
 
 def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
