@@ -428,8 +428,8 @@ class Replication(BaseModel):
     def all_sizes(self) -> list[dict[str, int | str]]:
         """The sizes of every model that something was published for."""
         sizes = [self.published_sizes, *self.published_models.values()]
-        own = [check.sizes for check in self.check if check.sizes]
-        return sizes + [each for each in own if not isinstance(each, str)]
+        own = [check.sizes for check in self.check]
+        return sizes + [each for each in own if each and not isinstance(each, str)]
 
 
 def replications() -> dict[str, Replication]:
