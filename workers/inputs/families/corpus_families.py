@@ -71,11 +71,16 @@ def csv_texts(*, files: str | list[str], packing: Packing = "document") -> Corpu
 
 
 @input_family
-def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
+def shuffled_text(
+    *, files: str | list[str], period: Count | None = None, packing: Packing = "document"
+) -> Corpus:
     """Text whose tokens are permuted within each sequence, by the seed and the sequence (after
     Mahmood's reproduction of Ran-Milo et al. 2026).
+
+    * `period`: so many of the permuted tokens are repeated to the end. With 1, a sequence is one
+      random token of its text, over and over.
     """
-    return Corpus(_sources(files, ANY_TEXT), packing, tokens_shuffled=True)
+    return Corpus(_sources(files, ANY_TEXT), packing, tokens_shuffled=True, period=period)
 
 
 @input_family
