@@ -151,7 +151,7 @@ class Corpus:
     and cut.
     """
     tokens_shuffled: bool = False  # whether the tokens of every sequence are permuted
-    period: int | None = None  # permuted tokens that are repeated; None if all are kept
+    kept: int | None = None  # how many permuted tokens are kept and repeated; None if all are
     chunk: int | None = None  # tokens of text that are repeated to make a sequence; None if none
     repeat_bos: bool = False
     """Whether the beginning-of-sequence token stands before every copy of the chunk."""
