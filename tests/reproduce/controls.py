@@ -28,13 +28,13 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headcount.jobs.plan.plan import prepare_run
+from headcount.jobs.run.loop import missing_shards
 from headcount.queries.ask.asking import RunDatabase
 from headcount.reproduce.replication import (
     Check,
@@ -55,11 +55,13 @@ from headcount.reproduce.verdicts import (
 )
 from headcount.schemas.errors import HeadcountError, QueryError, RunError
 from headcount.schemas.scans.intervention import NONE, Intervention
+from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.corpus.text_files import located
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import InterventionMeasurements, Replica
+from headcount.workers.shard import MeasuredShard, commit_shard, measure_shard
 from tests.toys.random_model import (
     LIVELY,
     MOST_POSITIONS,
@@ -67,7 +69,6 @@ from tests.toys.random_model import (
     miniature_steps,
     write_random_model,
 )
-from tests.toys.runs_here import measured
 
 SAME = 1e-6
 """Difference below which two measured values are one: DuckDB may add up in another order."""
@@ -117,7 +118,7 @@ sets. It has one sequence, however many tokens that has.
 SEEDS = range(5)
 """Of the weights of untrained models."""
 
-FEW_LAYERS, MOST_HEADS = 4, 12
+FEW_LAYERS, MOST_HEADS = 2, 12
 """Layers and heads of a model of which no certain ones are published."""
 
 WIDEST, WIDTH_OF_HEADS, NARROW = 768, 16, 4
@@ -125,8 +126,10 @@ WIDEST, WIDTH_OF_HEADS, NARROW = 768, 16, 4
 compared are published values, so one model with narrow heads is enough.
 """
 
-MOST_PRODUCTS = 1e11
-"""Multiplications of the layers of one untrained model. Beyond that its heads are narrower."""
+MOST_PRODUCTS = 4e10
+"""Multiplications of the layers of one untrained model. Beyond that its heads are narrower. So many
+have the interventions of the sink circuit at GPT-2's width.
+"""
 
 MOST_ENTRIES = 3e8
 """Entries of all patterns of a replication. Beyond that the model has fewer heads, and then fewer
@@ -310,9 +313,20 @@ def measured_runs(
 ) -> tuple[Path, ModelInfo]:
     """Measure what is missing of runs below a directory; their own directory, and the model."""
     plans = plan_replication(replication, model, str(out / replica_class.__name__), models=models)
+    # Checkpoints of an untrained model have the same weights, so each scan measures the first alone.
+    known: tuple[str, Scan] | None = None
     for plan in plans:
         prepare_run(plan, "")
-        measured(plan, partial(replica_class, load=models.load))
+        if not (missing := missing_shards(plan).tolist()):
+            continue
+        asked = plan.info.sha256, plan.scan.model_copy(update={"model": ""})
+        if asked != known:
+            known, shards = asked, dict[int, MeasuredShard]()
+            replica = replica_class(plan.info, plan.scan, load=models.load)
+        for shard in missing:
+            if shard not in shards:
+                shards[shard] = measure_shard(replica, plan.sequences.shard(shard))
+            commit_shard(plan.scan, plan.run, shards[shard], attempt=1)
     return Path(plans[0].scan.out), plans[0].info
 
 

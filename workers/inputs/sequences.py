@@ -298,6 +298,7 @@ class Sequences:
         elif corpus.tokens_shuffled:
             draws = map(self._draw_of, span)
             text = np.array([d.rng.permutation(row) for d, row in zip(draws, text, strict=True)])
+            text = text[:, np.arange(self.length) % (corpus.kept or self.length)]
         tokens = self._with_bos(text)
         if corpus.replaced is not None:
             token = corpus.replaced.token

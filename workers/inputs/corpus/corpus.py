@@ -141,6 +141,7 @@ class Corpus:
     and cut.
     """
     tokens_shuffled: bool = False  # whether the tokens of every sequence are permuted
+    kept: int | None = None  # how many permuted tokens are kept and repeated; None if all are
     chunk: int | None = None  # tokens of text that are repeated to make a sequence; None if none
     repeat_bos: bool = False  # whether that token precedes every copy of the chunk
     before: str = ""  # what is put before every text

@@ -69,11 +69,16 @@ def csv_texts(*, files: str | list[str], packing: Packing = "document") -> Corpu
 
 
 @input_family
-def shuffled_text(*, files: str | list[str], packing: Packing = "document") -> Corpus:
+def shuffled_text(
+    *, files: str | list[str], kept: Count | None = None, packing: Packing = "document"
+) -> Corpus:
     """Text whose tokens are permuted within each sequence, by the seed and the sequence (after
     Mahmood's reproduction of Ran-Milo et al. 2026).
+
+    * `kept`: so many of the permuted tokens are kept, and repeated to the end. With 1, it is one
+      random token of its text, over and over.
     """
-    return Corpus(_sources(files, ANY_TEXT), packing, tokens_shuffled=True)
+    return Corpus(_sources(files, ANY_TEXT), packing, tokens_shuffled=True, kept=kept)
 
 
 @input_family
