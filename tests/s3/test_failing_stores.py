@@ -4,6 +4,8 @@ end in one line and are continued, and each row is there once.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from headcount.schemas.files import places
 from headcount.schemas.files.places import names
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
+from tests.tools.processes import Command
 from tests.toys.object_stores import object_store
 from tests.toys.runs_here import begun, run_here
 from tests.toys.toy_replica import ToyReplica
@@ -115,3 +118,16 @@ def test_stale_listings_double_nothing(store: S3Server, tmp_path: Path) -> None:
     assert puts(store, "/heads/") == SHARDS
     store.set_rules()
     assert_rows_are_there_once(plan, tmp_path)
+
+
+def test_a_command_that_waits_for_a_store_ends_at_an_interrupt(
+    store: S3Server, tmp_path: Path
+) -> None:
+    store.set_rules(Rule({"delay": 60}, "/bucket", count=None))
+    command = Command("check", "s3://bucket/runs", environment=os.environ, directory=tmp_path)
+    while not store.spent()[0]:
+        time.sleep(0.1)
+    # Now it waits inside a library, where Python hears no signal.
+    command.send_signal(signal.SIGINT)
+    code, stdout, stderr = command.ended(timeout=15)
+    assert (code, stdout, stderr) == (130, "", "stopped\n")
