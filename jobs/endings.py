@@ -15,7 +15,6 @@ everything.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import os
@@ -192,7 +191,7 @@ def _end_failed(error: Exception) -> NoReturn:
     for line in lines_of(error):
         # An indented line belongs to the one before, for example a scan that would do.
         _say(f"{'' if line.startswith('    ') else 'error: '}{printable(line)}".rstrip())
-    _exit_soon(2)
+    sys.exit(2)
 
 
 def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
@@ -298,13 +297,14 @@ def _end_stopped(number: int) -> NoReturn:
         # A second interrupt must not cut the end of Ray's processes short.
         signal.signal(other, signal.SIG_IGN)
     _drop_unwritable_output()
-    _exit_soon(128 + number)
+    sys.exit(128 + number)
 
 
-def _exit_soon(code: int) -> NoReturn:
-    """Exit, although a process of Ray's or a store may not answer: libraries wait for it then."""
-    atexit.register(_timer, CLEANING_SECONDS, os._exit, code)
-    sys.exit(code)
+def end_for_sure(code: int) -> None:
+    """Let this process end within `CLEANING_SECONDS`: at its end libraries wait for processes of
+    Ray's and for requests to a store, which may not answer.
+    """
+    _timer(CLEANING_SECONDS, os._exit, code)
 
 
 def fail_at_once(line: str, last_word: Callable[[], object]) -> None:
