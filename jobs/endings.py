@@ -20,9 +20,11 @@ import errno
 import os
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -45,7 +47,12 @@ FINISHING_SECONDS = 25.0
 """After a first SIGTERM, work in hand is waited for so long. Schedulers kill after 30 s."""
 
 CLEANING_SECONDS = 20.0
-"""Exit after this time even if the processes that the command started have not ended."""
+"""Exit after this time even if the processes that the command started have not ended, or a request
+to a store.
+"""
+
+UNHEARD_SECONDS = 2.0
+"""The main thread hears a signal at once, unless it is inside a library."""
 
 TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 SCARCE = TOO_MANY_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -68,6 +75,7 @@ class _ProcessState:
 
     is_a_command = False  # whether this process runs a command, and is no notebook
     stop_signal: int | None = None  # the signal that asked this process to end; none if none did
+    heard = 0.0  # when the main thread last heard such a signal, by the monotonic clock
     has_children = False  # whether this process has started others, which must be ended with it
     work: Literal["idle", "in hand", "finishing"] | None = None
     """What a block has in hand that can finish it before the process ends; none outside of one."""
@@ -125,7 +133,8 @@ def ended_in_lines() -> Iterator[None]:
     previous_hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
     try:
         try:
-            yield
+            with _leaving_if_unheard():
+                yield
         finally:
             # What is printed may fail only now: on a full disk, or to a closed pipe.
             sys.stdout.flush()
@@ -191,9 +200,44 @@ def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
     return previous
 
 
+@contextlib.contextmanager
+def _leaving_if_unheard() -> Iterator[None]:
+    """Leave at a signal that the main thread does not hear: a library may wait for a store's answer
+    for minutes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        # Python writes the number of each signal that comes, whatever the main thread does.
+        while received := reader.recv(1):
+            number, came = received[0], time.monotonic()
+            if number in STOPPING:
+                time.sleep(FINISHING_SECONDS if number == signal.SIGTERM else UNHEARD_SECONDS)
+                # The main thread may have heard it before this one did.
+                if _ProcessState.heard < came - 1:
+                    _leave(_stopped_line(), 128 + number)
+
+    threading.Thread(target=watch, daemon=True).start()
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+
+
+# The signals of a process that this one forks are not its own.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
     """Unwind the command, or leave at once during an import if there is nothing to end."""
     _ProcessState.stop_signal = number
+    _ProcessState.heard = time.monotonic()
     if number == signal.SIGTERM and _ProcessState.work == "in hand":
         _ProcessState.work = "finishing"
         main_thread = threading.main_thread().ident
@@ -237,11 +281,15 @@ def _end_stopped(number: int) -> NoReturn:
     for other in STOPPING:
         # A second interrupt must not cut the end of Ray's processes short.
         signal.signal(other, signal.SIG_IGN)
-    if _ProcessState.has_children:
-        # A process that does not answer must not keep the command from ending.
-        _timer(CLEANING_SECONDS, os._exit, 128 + number)
     _drop_unwritable_output()
     sys.exit(128 + number)
+
+
+def end_for_sure(code: int) -> None:
+    """Let this process end within `CLEANING_SECONDS`: at its end libraries wait for processes of
+    Ray's and for requests to a store, which may not answer.
+    """
+    _timer(CLEANING_SECONDS, os._exit, code)
 
 
 def fail_at_once(line: str, last_word: Callable[[], object]) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from headcount.jobs.console import duration
@@ -43,6 +44,9 @@ Phase = Literal[
 BEAT_SECONDS = 10.0  # a driver that lives writes its file at least this often
 SILENT_SECONDS = 30.0  # a driver that has not written for this long may have ended
 END_SECONDS = 10.0  # a command that ends waits this long for its last word to be written
+
+NOT_TOLD = (RunError, OSError, pa.ArrowInvalid)
+"""Why a word cannot be written; the last: pyarrow ends before the threads of its process."""
 
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable that Ray sets in the driver of a job, of whose end nobody sees the reason."""
@@ -118,7 +122,7 @@ def _files_of(run: RunDirectory) -> Iterator[tuple[Place, Driver]]:
 
 def _delete(file: Place) -> None:
     """Delete a driver's file, and the directories above it if it was the last one there."""
-    with contextlib.suppress(RunError, OSError):
+    with contextlib.suppress(*NOT_TOLD):
         file.unlink(missing_ok=True)
         if isinstance(file, Path):
             # Raises if there are others.
@@ -145,7 +149,7 @@ class _Heartbeat:
     def beat(self, run: RunDirectory) -> None:
         """Write the file about a run until the driver has ended."""
         # Earlier drivers have nothing more to say.
-        with contextlib.suppress(RunError):
+        with contextlib.suppress(*NOT_TOLD):
             for file, driver in list(_files_of(run)):
                 if not driver.is_alive(time.time()):
                     _delete(file)
@@ -158,7 +162,7 @@ class _Heartbeat:
             is_last = self.has_ended.is_set()
             driver = self.driver.model_copy(update={"at": time.time()})
             # A run must not end because of what is told of it.
-            with contextlib.suppress(RunError, OSError):
+            with contextlib.suppress(*NOT_TOLD):
                 # The user of a command that was refused here has read why, and no directory is
                 # left.
                 if is_last and not (driver.ended and (is_job or run.manifest_file.is_file())):

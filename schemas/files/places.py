@@ -432,6 +432,9 @@ def store_error(error: OSError) -> type[WriteError]:
 def reason(error: BaseException) -> str:
     """Why something failed, in the words of the system or the store, on one line."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split())
-    silence = f"the store gave no whole answer to {ATTEMPTS + 1} requests: \\1"
-    text = SILENCE.sub(silence, text)
+    if silence := SILENCE.search(text):
+        what = (
+            f"the store gave no whole answer to {ATTEMPTS + 1} requests, bring it or the network up"
+        )
+        text = f"{what}: {text[: silence.start()]}{silence[1]}"
     return text if len(text) <= 240 else f"{text[:239]}…"

@@ -4,6 +4,8 @@ end in one line and are continued, and each row is there once.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,14 @@ import pytest
 
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
-from headcount.schemas.errors import SilentStoreError
+from headcount.schemas.errors import RunError, SilentStoreError
 from headcount.schemas.files import places
-from headcount.schemas.files.places import names
+from headcount.schemas.files.places import StorePath, names, place, wait_for_store
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
+from tests.tools.processes import Command
 from tests.toys.object_stores import object_store
+from tests.toys.refusals import refused
 from tests.toys.runs_here import begun, run_here
 from tests.toys.toy_replica import ToyReplica
 
@@ -74,6 +78,23 @@ def test_a_run_goes_on_after_its_store_stood_still(store: S3Server, tmp_path: Pa
     assert_rows_are_there_once(plan, tmp_path)
 
 
+def test_a_replica_waits_longer_for_a_store_than_a_command(
+    store: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(places, "PROBING_SECONDS", 0.4)
+    runs = place("s3://bucket/runs")
+    assert isinstance(runs, StorePath)
+    with store.standing_still():
+        assert "does not answer (timed out)" in refused(RunError, getattr, runs, "filesystem")
+        waiting = Thread(target=wait_for_store, args=[runs])
+        waiting.start()
+        waiting.join(1.5)
+        assert waiting.is_alive()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
 def test_a_store_that_never_answers_ends_a_run_at_its_first_shard(
     store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,8 +103,8 @@ def test_a_store_that_never_answers_ends_a_run_at_its_first_shard(
     plan = plan_in("s3://bucket/silent")
     store.set_rules(Rule({"cut": "before"}, "/heads/", "PUT", skip=2, count=None))
     line = (
-        rf"{plan.run.path}/heads/.*: cannot be written \(.*: the store gave no whole answer to 2 "
-        r"requests: curlCode: 52, .*\); mend the access or the store, then run the same command"
+        rf"{plan.run.path}/heads/.*: cannot be written \(the store gave no whole answer to 2 "
+        r"requests, .*: curlCode: 52, .*\); mend the access or the store, then run the same command"
     )
     with pytest.raises(SilentStoreError, match=line):
         run_here(plan)
@@ -115,3 +136,16 @@ def test_stale_listings_double_nothing(store: S3Server, tmp_path: Path) -> None:
     assert puts(store, "/heads/") == SHARDS
     store.set_rules()
     assert_rows_are_there_once(plan, tmp_path)
+
+
+def test_a_command_that_waits_for_a_store_ends_at_an_interrupt(
+    store: S3Server, tmp_path: Path
+) -> None:
+    store.set_rules(Rule({"delay": 60}, "/bucket", count=None))
+    command = Command("check", "s3://bucket/runs", environment=os.environ, directory=tmp_path)
+    while not store.spent()[0]:
+        time.sleep(0.1)
+    # Now it waits inside a library, where Python hears no signal.
+    command.send_signal(signal.SIGINT)
+    code, stdout, stderr = command.ended(timeout=15)
+    assert (code, stdout, stderr) == (130, "", "stopped\n")
