@@ -313,7 +313,7 @@ def measured_runs(
 ) -> tuple[Path, ModelInfo]:
     """Measure what is missing of runs below a directory; their own directory, and the model."""
     plans = plan_replication(replication, model, str(out / replica_class.__name__), models=models)
-    # Checkpoints of an untrained model have the same weights, so each scan measures the first alone.
+    # Checkpoints of an untrained model have the same weights: each scan measures the first alone.
     known: tuple[str, Scan] | None = None
     for plan in plans:
         prepare_run(plan, "")

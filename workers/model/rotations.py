@@ -46,7 +46,7 @@ class Rotation:
     width: int  # how many of a query's components are rotated: the first ones
     given: Tensor | None = None  # queries before, `[batch head pos width]`, for a check
 
-    def at(self, positions: Tensor) -> "Rotation":
+    def at(self, positions: Tensor) -> Rotation:
         """The rotation that gives each token the angles of another position, `positions [pos]`."""
         return replace(self, cos=self.cos[:, positions], sin=self.sin[:, positions])
 
