@@ -42,7 +42,7 @@ def main() -> None:
     if sys.argv[1:2] in (["query"], ["list"], ["status"], ["export"]) and not loads_model:
         sys.meta_path.insert(0, _WithoutPandas())
     from headcount import commands
-    from headcount.jobs.endings import end_for_sure, ended_in_lines
+    from headcount.jobs.endings import ended_in_lines
     from headcount.workers.process import collect_garbage_rarely
 
     # Before anything large is imported.
@@ -50,10 +50,5 @@ def main() -> None:
     app = commands.command_line()
     if hears_interrupts:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with ended_in_lines():
-            app(prog_name="headcount")
-    except SystemExit as end:
-        if isinstance(end.code, int) and end.code:
-            end_for_sure(end.code)
-        raise
+    with ended_in_lines():
+        app(prog_name="headcount")

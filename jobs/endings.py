@@ -15,6 +15,7 @@ everything.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import os
@@ -181,7 +182,7 @@ def _end_failed(error: Exception) -> NoReturn:
     for line in lines_of(error):
         # An indented line belongs to the one before, for example a scan that would do.
         _say(f"{'' if line.startswith('    ') else 'error: '}{printable(line)}".rstrip())
-    sys.exit(2)
+    _exit_for_sure(2)
 
 
 def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
@@ -213,13 +214,14 @@ def _leaving_if_unheard() -> Iterator[None]:
 
     def watch() -> None:
         # Python writes the number of each signal that comes, whatever the main thread does.
-        while received := reader.recv(1):
-            number, came = received[0], time.monotonic()
-            if number in STOPPING:
-                time.sleep(FINISHING_SECONDS if number == signal.SIGTERM else UNHEARD_SECONDS)
-                # The main thread may have heard it before this one did.
-                if _ProcessState.heard < came - 1:
-                    _leave(_stopped_line(), 128 + number)
+        with reader:
+            while received := reader.recv(1):
+                number, came = received[0], time.monotonic()
+                if number in STOPPING:
+                    time.sleep(FINISHING_SECONDS if number == signal.SIGTERM else UNHEARD_SECONDS)
+                    # The main thread may have heard it before this one did.
+                    if _ProcessState.heard < came - 1:
+                        _leave(_stopped_line(), 128 + number)
 
     threading.Thread(target=watch, daemon=True).start()
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -282,14 +284,24 @@ def _end_stopped(number: int) -> NoReturn:
         # A second interrupt must not cut the end of Ray's processes short.
         signal.signal(other, signal.SIG_IGN)
     _drop_unwritable_output()
-    sys.exit(128 + number)
+    _exit_for_sure(128 + number)
 
 
-def end_for_sure(code: int) -> None:
-    """Let this process end within `CLEANING_SECONDS`: at its end libraries wait for processes of
+def _exit_for_sure(code: int) -> NoReturn:
+    """Exit, within `CLEANING_SECONDS` of the process's end: libraries wait then for processes of
     Ray's and for requests to a store, which may not answer.
     """
-    _timer(CLEANING_SECONDS, os._exit, code)
+    is_ending = threading.Event()
+
+    def leave() -> None:
+        is_ending.wait()
+        time.sleep(CLEANING_SECONDS)
+        os._exit(code)
+
+    # Now, because Python 3.12 starts no thread at the end.
+    threading.Thread(target=leave, daemon=True).start()
+    atexit.register(is_ending.set)
+    sys.exit(code)
 
 
 def fail_at_once(line: str, last_word: Callable[[], object]) -> None:

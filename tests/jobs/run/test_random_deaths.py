@@ -12,6 +12,7 @@ from tests.tools.committed_rows import compare, rows_of
 from tests.tools.random_deaths import run_schedules
 from tests.toys.runs_here import begun, measured
 from tests.toys.toy_replica import ToyReplica
+from tests.toys.toy_runs import local
 
 
 @pytest.mark.long
@@ -50,6 +51,6 @@ def test_the_judge_finds_what_is_lost_doubled_or_different(tmp_path: Path) -> No
     assert compare(rows_of(run.path), rows) == (2 * per_sequence, 0, 0)
     run.commit_file(2).unlink()
     assert compare(rows_of(run.path), rows) == (3 * per_sequence, 0, 0)
-    (run.path / commits[1].files[0].path).write_bytes(b"PAR1")
+    (local(run.path) / commits[1].files[0].path).write_bytes(b"PAR1")
     with pytest.raises(AssertionError, match=commits[1].files[0].path):
         rows_of(run.path)
