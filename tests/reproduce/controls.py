@@ -55,7 +55,6 @@ from headcount.reproduce.verdicts import (
 )
 from headcount.schemas.errors import HeadcountError, QueryError, RunError
 from headcount.schemas.scans.intervention import NONE, Intervention
-from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.corpus.text_files import located
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
@@ -192,6 +191,7 @@ def _affordable_sizes(
     # Figures of single heads keep all heads, because any of them may be named.
     if not re.search(r"L\d+H\d+", names):
         named_layers = [int(layer) + 1 for layer in re.findall(r"layer (\d+)", names)]
+        named_layers += [int(count) for count in re.findall(r"(\d+) layers", names)]
         n_layers = min(n_layers, max(FEW_LAYERS, *named_layers, 0))
         # As many heads as there is time for.
         entries = sum(map(_entries, scans.values()))
@@ -313,20 +313,17 @@ def measured_runs(
 ) -> tuple[Path, ModelInfo]:
     """Measure what is missing of runs below a directory; their own directory, and the model."""
     plans = plan_replication(replication, model, str(out / replica_class.__name__), models=models)
-    # Checkpoints of an untrained model have the same weights: each scan measures the first alone.
-    known: tuple[str, Scan] | None = None
+    shards: dict[tuple[str, str, int], MeasuredShard] = {}
     for plan in plans:
         prepare_run(plan, "")
-        if not (missing := missing_shards(plan).tolist()):
-            continue
-        asked = plan.info.sha256, plan.scan.model_copy(update={"model": ""})
-        if asked != known:
-            known, shards = asked, dict[int, MeasuredShard]()
-            replica = replica_class(plan.info, plan.scan, load=models.load)
-        for shard in missing:
-            if shard not in shards:
-                shards[shard] = measure_shard(replica, plan.sequences.shard(shard))
-            commit_shard(plan.scan, plan.run, shards[shard], attempt=1)
+        # Checkpoints of an untrained model have the same weights, and are measured once.
+        asked = plan.info.sha256, plan.scan.model_copy(update={"model": ""}).model_dump_json()
+        replica = None
+        for shard in missing_shards(plan).tolist():
+            if (*asked, shard) not in shards:
+                replica = replica or replica_class(plan.info, plan.scan, load=models.load)
+                shards[*asked, shard] = measure_shard(replica, plan.sequences.shard(shard))
+            commit_shard(plan.scan, plan.run, shards[*asked, shard], attempt=1)
     return Path(plans[0].scan.out), plans[0].info
 
 
