@@ -202,3 +202,13 @@ def test_classes_of_heads(tmp_path: Path) -> None:
     harmonic = sum(1 / (q + 1) for q in range(n_ctx)) / n_ctx
     query = "SELECT boost_1, first_8 FROM first_keys WHERE shard = 0 AND head = 1"
     assert ask(connection, query) == [(pytest.approx(0.25 / harmonic), 0.5)]
+
+
+def test_uniform_attention_is_the_published_expectation(tmp_path: Path) -> None:
+    """The columns uniform_first_1, 4 and 8 of attention-sink-profiler, which a boost divides by."""
+    entries = tail_profile(0, {0: 1.0}, 64)
+    cells: dict[str, Cell] = {"sink_alpha": lambda row: 0.5}
+    write_run(tmp_path, "a-1", cells, n_ctx=64, heads=1, profiles=lambda shard: entries)
+    query = "SELECT 1 / boost_1, 1 / boost_4, 1 / boost_8 FROM first_keys WHERE shard = 0"
+    expected = [(0.0741232954, 0.2287848482, 0.3782542201)]
+    np.testing.assert_allclose(ask(connect(str(tmp_path)), query), expected, rtol=1e-7)

@@ -308,6 +308,16 @@ def test_two_processes_that_prepare_at_once_write_the_same(corpus: Corpus, tmp_p
     assert corpus.files() == alone.files()
 
 
+def test_a_portion_that_is_gone_is_prepared_alone(corpus: Corpus):
+    portions = corpus.prepare()
+    files = corpus.files()
+    corpus.store.forget([portions[0], portions[3]])
+    corpus.tokenizer.texts = []
+    assert corpus.prepare() == portions
+    assert corpus.files() == files
+    assert 2 < len(corpus.tokenizer.texts) < 40
+
+
 def test_a_file_that_changes_while_it_is_read_commits_nothing(corpus: Corpus):
     file = Path(corpus.extents[0].sources[0].path)
     committing = prepare_extent(corpus.store, corpus.extents[0], corpus.tokenizer)

@@ -337,6 +337,25 @@ def test_weights_that_are_not_restored_are_an_error(paths: Paths, text: str, nam
 # Partners
 
 
+def patch_every_head(z: Tensor, partner: Tensor, *, head: int) -> Tensor:
+    """A head of every layer comes from the partner."""
+    return torch.cat([z[:, :, :head], partner[:, :, head : head + 1], z[:, :, head + 1 :]], dim=2)
+
+
+@both_engines
+def test_a_patch_of_all_layers_is_the_patches_of_each(
+    replicas: Replicas, register: Register, engine: str
+) -> None:
+    register(patch_every_head)
+    replica = replicas("gpt2", engine)
+    # Every layer of the partner's run is as it would be alone: nothing is patched there.
+    one_by_one = "+".join(f"patch_head({layer},3)" for layer in range(3))
+    assert_same(
+        replica.measure(TOKENS, "patch_every_head(3)", partner=PARTNER),
+        replica.measure(TOKENS, one_by_one, partner=PARTNER),
+    )
+
+
 def test_every_sequence_has_its_own_partner(paths: Paths, replicas: Replicas) -> None:
     replica, text = replicas("gpt2"), "patch_head(1,2)"
     plain = replica.measure(TOKENS)
