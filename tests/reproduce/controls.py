@@ -191,8 +191,9 @@ def _affordable_sizes(
     # Figures of single heads keep all heads, because any of them may be named.
     if not re.search(r"L\d+H\d+", names):
         named_layers = [int(layer) + 1 for layer in re.findall(r"layer (\d+)", names)]
-        named_layers += [int(count) for count in re.findall(r"(\d+) layers", names)]
-        n_layers = min(n_layers, max(FEW_LAYERS, *named_layers, 0))
+        # Of a small model interventions name every layer.
+        if n_layers > 3:
+            n_layers = min(n_layers, max(FEW_LAYERS, *named_layers, 0))
         # As many heads as there is time for.
         entries = sum(map(_entries, scans.values()))
         n_heads = max(1, min(n_heads, MOST_HEADS, int(MOST_ENTRIES / (entries * n_layers))))
