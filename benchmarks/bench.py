@@ -5,8 +5,6 @@ and a line of history.jsonl. A quick or partial run writes only if `--out` says 
 one with `--keep`: the page shows it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

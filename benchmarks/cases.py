@@ -2,8 +2,6 @@
 benchmark.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import dataclass

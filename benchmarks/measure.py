@@ -3,8 +3,6 @@
 `python -m benchmarks.measure PATH WAY PRECISION DEVICE BATCH N_CTX` is such a process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -1,7 +1,5 @@
 """What has to be reached: every row of the benchmark's table, and what is measured of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

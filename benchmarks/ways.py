@@ -5,8 +5,6 @@ tokens each then has 6.5 earlier copies (on the Pile 5 to 7), so statistics of r
 what they cost on text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -4,8 +4,6 @@
 written by hand, in the page.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 import types

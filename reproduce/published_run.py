@@ -10,8 +10,6 @@ The time is an estimate. It is arithmetic alone: files to load and tables to wri
 three times as many.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from glob import glob

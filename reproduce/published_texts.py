@@ -4,8 +4,6 @@ We ship no text of others. A recipe says how the authors drew their texts from p
 Fingerprints say whether the result is what they published.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

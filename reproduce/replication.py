@@ -4,8 +4,6 @@ A check compares numbers with published ones, if the model is of the published s
 (a sign, an order, a threshold) must hold in every model that it is claimed of.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import math

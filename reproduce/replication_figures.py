@@ -1,7 +1,5 @@
 """The page of one replication: what was published, what was measured, and figures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from decimal import Decimal

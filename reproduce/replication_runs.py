@@ -1,7 +1,5 @@
 """The runs of a replication (`reproduce.replication`): planned, measured and opened."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

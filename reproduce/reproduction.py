@@ -1,7 +1,5 @@
 """One replication of a command: planned, measured and judged, or skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was measured, compared with what was published and with what must hold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -2,8 +2,6 @@
 interrupted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -8,8 +8,6 @@ files are the rows of 10^9 tokens. The page is opened in Chromium, with a new se
   sample of a large run is read, and later.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

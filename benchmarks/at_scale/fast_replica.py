@@ -10,8 +10,6 @@ Two measurements, each with its target:
 * How many tokens a second does one thread write as rows, from measured numbers to the commit?
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@
 them, so that a slower minute of the machine meets both.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ It writes docs/internals/precision.md with the verdicts and benchmarks/precision
 every figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

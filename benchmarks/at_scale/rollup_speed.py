@@ -8,8 +8,6 @@ checked any more. Queries of roll-ups are timed as they are; named queries over 
 with a plain DuckDB scan that averages the same columns of the same files.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

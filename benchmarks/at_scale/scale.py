@@ -12,8 +12,6 @@ Eight measurements, each with its target:
 * How long does it take to compact them?
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ Seconds are those that this process uses a core, so other work on the machine do
 the S3 server they are seconds on the clock.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

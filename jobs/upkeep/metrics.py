@@ -8,8 +8,6 @@ Metrics are for watching. What was measured is in the commits: a process that is
 it has counted since Ray last collected it, 10 s at most.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How sure lists are: errors against the views', tests under simulation, halves of documents."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -2,8 +2,6 @@
 that it read no more than the name.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`headcount export` of what is made of queries, columns and diagonals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Runs are toys whose numbers are fractions of two, so what is expected here is what files hold.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -6,8 +6,6 @@ request 30141: `quantization/compressed_tensors/compressed_tensors.py` (`from_co
 `filter_duplicate_safetensors_files`, `maybe_remap_kv_scale_name`), both in `vllm/model_executor`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The ablation behind a choice of heads: against an independent model, and on trained ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the pages load our exports with: every example reads a file that its command wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

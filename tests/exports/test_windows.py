@@ -1,7 +1,5 @@
 """Layers and heads that get a sliding window: what they cost is what transformers says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection
 from functools import partial

@@ -7,8 +7,6 @@ under its name. Actions: `kill` (SIGKILL to itself), `full` (no space left on de
 (nothing), `wait` (until it is killed).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -3,8 +3,6 @@
 `pytest -m long -s tests/kvpress` prints the table.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

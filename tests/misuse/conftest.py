@@ -1,7 +1,5 @@
 """The command line in this process, in a folder with models and runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 What needs a Python that starts is the real command in a process of its own.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pty

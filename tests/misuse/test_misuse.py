@@ -1,7 +1,5 @@
 """What a user gets wrong is answered with the lines of `misuse.toml`, in this process."""
 
-from __future__ import annotations
-
 import glob
 import json
 import re

@@ -1,7 +1,5 @@
 """What notebooks get wrong: whatever a function is called with, an error is a line of ours."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run is, what refuses to continue it, and what is advised then."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

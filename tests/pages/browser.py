@@ -1,7 +1,5 @@
 """A real browser for the tests of our pages. If there is none, they are skipped."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

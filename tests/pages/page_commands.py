@@ -13,8 +13,6 @@ What a page holds, in the order of reading:
 * `<!-- after: PAGE.md -->`: the page continues in the folder of another one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -4,8 +4,6 @@
 Chromium and its driver.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The benchmark says what it measured, and its verdicts follow from the numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The shape of the command line: panels, lists of names, the first scan file, the version."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

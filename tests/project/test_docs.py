@@ -1,7 +1,5 @@
 """The documentation is what the code says, and what it tells people to do works."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -2,8 +2,6 @@
 dashboard grows with a run.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 runs are read without what measures.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

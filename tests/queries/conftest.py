@@ -1,7 +1,5 @@
 """A small run that most questions are asked of, and that none of them changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

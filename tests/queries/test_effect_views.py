@@ -2,8 +2,6 @@
 change.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 And how often intervals and discoveries are right where the truth is.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, NamedTuple

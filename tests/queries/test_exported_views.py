@@ -1,7 +1,5 @@
 """`headcount views`: a DuckDB file of views, read as dashboards read it, while a scan goes on."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

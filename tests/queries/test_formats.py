@@ -3,8 +3,6 @@
 Also what happens if a disk is full or a reader leaves.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The views of inactive heads and of attention to the first keys, against direct computation."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from functools import partial

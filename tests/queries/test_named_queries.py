@@ -1,7 +1,5 @@
 """Named queries with parameters: their answers against numpy, on the command line and in SQL."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`headcount query --interactive`: at a terminal, and at the end of a pipe."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Notebooks: opening runs, asking them, measuring a model in memory, and scanning from Python."""
 
-from __future__ import annotations
-
 import copy
 import html
 import pickle

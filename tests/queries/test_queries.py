@@ -1,7 +1,5 @@
 """The views over small runs with exact numbers: what counts, what is refused, what is written."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

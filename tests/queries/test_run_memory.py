@@ -1,7 +1,5 @@
 """A look for news finds every commit and every damage, and reads again only what changed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

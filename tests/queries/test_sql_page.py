@@ -1,7 +1,5 @@
 """Every example of docs/guide/sql.md has an answer, and keeps runs and interventions apart."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The text of sequences, and what a head attends to, compared with the whole pattern."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -4,8 +4,6 @@ One head of one sequence at a time. What is not defined is NaN, and so is a mean
 is not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

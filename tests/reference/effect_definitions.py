@@ -4,8 +4,6 @@ z is a central difference, and no gradient is computed.
 Each definition gives a value for every head of a layer of one sequence. What is not defined is NaN.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

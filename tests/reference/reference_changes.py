@@ -1,7 +1,5 @@
 """Every intervention once more, from what its documentation says."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Every weight statistic once more, as its formula stands in the documentation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

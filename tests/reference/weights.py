@@ -3,8 +3,6 @@
 Projections are `[head d_model d_head]`, or `[head d_head d_model]` for W_O; x @ W + b everywhere.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -17,8 +17,6 @@ compared with nothing, so nothing passes it.
 `python -m tests.reproduce.controls [NAME …]`, or `make controls` for all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -2,8 +2,6 @@
 scan takes what it keeps.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 says of it, done by hand to the modules of transformers.
 """
 
-from __future__ import annotations
-
 import csv
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The replications of the sink circuit, measured on a miniature: their SQL against numpy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

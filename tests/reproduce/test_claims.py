@@ -1,7 +1,5 @@
 """The claims of the sources: each is shown, covered or left out, and names what is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Controls of figures: what passes for random weights or for idle interventions is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -2,8 +2,6 @@
 fail, and a real browser.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 That they are narrow enough to tell a wrong model is held by `test_controls`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

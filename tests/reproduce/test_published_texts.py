@@ -1,7 +1,5 @@
 """`headcount reproduce texts`: published texts are built again from their data sets."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

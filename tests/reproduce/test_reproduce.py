@@ -2,8 +2,6 @@
 mistaken for the published model; mistakes in its file are lines.
 """
 
-from __future__ import annotations
-
 import html
 import math
 import re

@@ -2,8 +2,6 @@
 results is always written, and one model is loaded and hashed once.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tolerances: 99 of 100 right models pass, and none is without its reason."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

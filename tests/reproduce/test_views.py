@@ -3,8 +3,6 @@
 That a claim can fail is held by `test_controls`: random weights must not pass it.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

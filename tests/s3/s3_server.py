@@ -4,8 +4,6 @@ The server is moto's: it keeps objects in memory and checks no signatures. It ru
 its own (`tests/s3/s3_faults.py`), which ends when the process that started it ends.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -2,8 +2,6 @@
 end in one line and are continued, and each row is there once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

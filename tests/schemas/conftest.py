@@ -1,7 +1,5 @@
 """The model of tests that measure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Its meaning is the same after every order of deaths, and if something is done twice.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from pathlib import Path

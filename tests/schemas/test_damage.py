@@ -1,7 +1,5 @@
 """Random damages: none is returned as data, and no other row is left out."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

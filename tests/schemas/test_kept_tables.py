@@ -1,7 +1,5 @@
 """Profiles, curves and weights: the way from a shard through its files into the views."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

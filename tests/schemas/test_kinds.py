@@ -1,7 +1,5 @@
 """Kinds of measurement and tables: the two lists, and what is derived from them."""
 
-from __future__ import annotations
-
 import pickle
 
 from headcount.schemas.scans.kinds import KINDS, TABLES, table_schema

@@ -2,8 +2,6 @@
 computed, kept or written.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Profiles and weights: means of batches, what is undefined or no number, what is rotated back."""
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a text names in each registry: an entry with its options, or a line on what is wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

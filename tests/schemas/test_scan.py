@@ -1,7 +1,5 @@
 """Scan files: what they mean, and what the fingerprint depends on. Wrong ones: `tests/misuse`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

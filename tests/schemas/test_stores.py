@@ -2,8 +2,6 @@
 throttles or refuses.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -5,8 +5,6 @@ nodes, on a disk or in a store that can have faults. Faults hit it at random mom
 command is given until it succeeds, and its rows are compared with those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -4,8 +4,6 @@ This judges what the product keeps and reads, so it shares no code with it: it f
 "Which rows count" of docs/reference/files.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The death of this process just before or just after a change of the disk."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Python would free two million objects one by one, which takes seconds in each process.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

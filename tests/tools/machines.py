@@ -7,8 +7,6 @@ machine, and two of these can run at once with the same addresses. It finds a sc
 leaves the rows there. It needs neither PyTorch nor Ray itself, which take seconds to import.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import shlex

@@ -3,8 +3,6 @@
 `make test` runs those few, others every day, and `make long` all the rest.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence

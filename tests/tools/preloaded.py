@@ -1,7 +1,5 @@
 """What the process that commands of tests are forked from has computed: they inherit it."""
 
-from __future__ import annotations
-
 import sys
 
 # Whatever describes or loads a model waits two seconds for these modules of transformers.

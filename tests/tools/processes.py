@@ -1,7 +1,5 @@
 """Processes that tests start: how they are started, found and ended."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -8,8 +8,6 @@ rows are compared with those of a run that nothing has disturbed. A toy replica 
 schedule takes a second.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import multiprocessing

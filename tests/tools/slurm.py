@@ -5,8 +5,6 @@ tries all their ports.
 in the middle of the scan and put back into the queue, and ends when it runs again.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -3,8 +3,6 @@
 They know what `deploy/slurm.sh` uses, and refuse the rest.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ many replicas share that work. Everything else is Ray's: who starts a worker, wh
 it. The workers of `test_remote.py` and `test_cluster.py` are started as users start them.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile

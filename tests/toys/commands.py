@@ -1,7 +1,5 @@
 """Commands in this process."""
 
-from __future__ import annotations
-
 from typer.testing import CliRunner
 
 from headcount import app

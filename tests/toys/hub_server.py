@@ -1,7 +1,5 @@
 """A Hub on this machine: what `huggingface_hub` asks of one to describe models and to download."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -4,8 +4,6 @@ Configurations are derived from a family's defaults: its own layer types and swi
 sizes. A window is shorter than the sequences.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

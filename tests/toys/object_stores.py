@@ -1,7 +1,5 @@
 """Object stores on this machine, and runs in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

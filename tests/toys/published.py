@@ -2,8 +2,6 @@
 tests skip and say why.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

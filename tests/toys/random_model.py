@@ -1,7 +1,5 @@
 """Models with random weights, in the layout of a miniature."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that are brought to their end in this process."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

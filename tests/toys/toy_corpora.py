@@ -1,7 +1,5 @@
 """Small corpora whose tokens are bytes, and what their sequences must be."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -4,8 +4,6 @@
 replica.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replications of nothing in particular: what every one must say, and what a test adds."""
 
-from __future__ import annotations
-
 from headcount.reproduce.replication import Replication
 
 FIELDS = {

@@ -1,7 +1,5 @@
 """Small runs with the real layout and schemas, and numbers that are easy to check by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

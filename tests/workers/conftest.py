@@ -1,7 +1,5 @@
 """Toy models that the files of this folder share."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.toys.toy_models import Shelf

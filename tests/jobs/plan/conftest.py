@@ -1,7 +1,5 @@
 """The model of scans whose tokens can be written down by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Tokens are bytes here, so what must be in the store can be written down by hand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -4,8 +4,6 @@ Its rows are those of a run that was like this from the beginning, even if a com
 between, at any moment.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

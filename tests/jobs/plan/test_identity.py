@@ -1,7 +1,5 @@
 """Fingerprints of formulas, input families and interventions tell whether a run may continue."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

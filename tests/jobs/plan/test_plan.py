@@ -1,7 +1,5 @@
 """What `headcount plan` prints is what the scan then does."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

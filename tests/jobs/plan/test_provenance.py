@@ -4,8 +4,6 @@ Also runs that other code continues, readers that refuse to mix two meanings of 
 of older code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

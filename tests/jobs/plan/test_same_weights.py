@@ -1,7 +1,5 @@
 """Checkpoints of a series with the same weights: which are named, and what is measured of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

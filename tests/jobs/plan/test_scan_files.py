@@ -1,7 +1,5 @@
 """Scans of several checkpoints: which scans a file means, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

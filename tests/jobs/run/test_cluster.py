@@ -1,7 +1,5 @@
 """Clusters of machines, as `tests/tools/machines.py` and `tests/tools/slurm.py` make them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -3,8 +3,6 @@
 Nothing here starts Ray or needs a network.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import re

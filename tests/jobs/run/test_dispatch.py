@@ -5,8 +5,6 @@ waited for, and what becomes of machines that are taken back. And a schedule of 
 another one each day; `test_faults.py` has the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -5,8 +5,6 @@ Replicas compute nothing here, so that they start at once. `make chaos` draws fa
 replicas with a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 A key that is not known is dropped, or refused on a cluster only. Nothing here needs one.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Iterator

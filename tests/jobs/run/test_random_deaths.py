@@ -1,7 +1,5 @@
 """Every row is there once, wherever processes die that measure, extend and compact a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 goes wrong is one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """The dispatcher with fifty replicas, of which five vanish: simulated, and the same each time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headcount.jobs.cluster.ray_cluster import PROBE_SECONDS

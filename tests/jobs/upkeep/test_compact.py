@@ -1,7 +1,5 @@
 """Compaction changes only where rows lie, even if it is killed at any moment."""
 
-from __future__ import annotations
-
 import io
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`headcount doctor` says what is wrong with a machine, and what to do about it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What Prometheus is told of a run, and the dashboard over it."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """What a driver says of itself: where it lies, and what is told of a driver that has ended."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 A run may have a million shards, so reading must be quick and take little memory.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

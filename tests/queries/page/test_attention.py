@@ -1,7 +1,5 @@
 """Where the tokens of a stored sequence look, against the float64 reference and what a run kept."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sys

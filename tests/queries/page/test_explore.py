@@ -1,7 +1,5 @@
 """The explorer as a process: who may ask what, and what its page does in a real browser."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

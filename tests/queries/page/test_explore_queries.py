@@ -1,7 +1,5 @@
 """The explorer's queries give what SQL gives from the files. Its engine keeps time."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """The report, opened from disk in a real browser: what it draws and says, without a network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

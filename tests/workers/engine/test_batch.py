@@ -1,7 +1,5 @@
 """How many sequences go through the model at once: found by measuring, halved where memory ends."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Effects of heads on the loss, from gradients, against slopes of the loss in `tests/reference`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ What it answers is tested on a GPU where there is one, and everywhere in Triton'
 is chosen before triton is imported and therefore has a process of its own.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -3,8 +3,6 @@
 Kernels are functions here; `test_kernel.py` has the real one, in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 scores of other tools, as the pages say.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The fused pattern answers every question as the matrix would, and never holds the matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

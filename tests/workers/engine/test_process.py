@@ -1,7 +1,5 @@
 """What belongs to a whole process is set once, and making or running a replica leaves it alone."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import json

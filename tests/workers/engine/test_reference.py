@@ -2,8 +2,6 @@
 recomputation from files and formulas in `tests/reference`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable
 from functools import cache, partial

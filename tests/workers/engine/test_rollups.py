@@ -1,7 +1,5 @@
 """Roll-ups: the same answers as the rows, whether they were written or not."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections import defaultdict

@@ -2,8 +2,6 @@
 it count.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product

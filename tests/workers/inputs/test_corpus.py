@@ -2,8 +2,6 @@
 byte per token.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

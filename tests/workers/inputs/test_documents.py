@@ -1,7 +1,5 @@
 """Documents of files: the same from every container, and whatever stretches of it are read."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

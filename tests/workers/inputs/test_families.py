@@ -2,8 +2,6 @@
 of the texts that they draw.
 """
 
-from __future__ import annotations
-
 import tomllib
 from itertools import groupby
 from pathlib import Path

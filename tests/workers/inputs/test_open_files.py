@@ -1,7 +1,5 @@
 """Every example of files.md runs, and every reader of the files keeps run and intervention."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

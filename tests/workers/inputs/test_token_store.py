@@ -1,7 +1,5 @@
 """The token store: the same tokens, whoever prepares and is killed, and no damage is read."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ What is refused, in which order changes are made and what they may read, that we
 seeds and partners, what is undefined under a change, and which engine and precision measure it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from copy import copy

@@ -1,7 +1,5 @@
 """Models in memory that are not what their library made: adapters, foreign layers, threads."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

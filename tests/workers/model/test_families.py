@@ -1,7 +1,5 @@
 """Every family of causal language models that transformers knows, held against models.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TransformerLens is imported, and a bridge booted, only where something asks for it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

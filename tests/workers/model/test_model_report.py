@@ -1,7 +1,5 @@
 """`headcount doctor --model NAME` says how a model would be measured."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache

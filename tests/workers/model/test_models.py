@@ -1,7 +1,5 @@
 """Models of several architectures: both engines agree, and what cannot be right is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The models that come with headcount. Needs neither torch nor any other library."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headcount.schemas.packages import PACKAGE

@@ -1,7 +1,5 @@
 """The models that one command reads: each is described once, and loaded once."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

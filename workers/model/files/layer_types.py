@@ -1,7 +1,5 @@
 """Whether transformers takes windows of single layers from the configuration of a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 
