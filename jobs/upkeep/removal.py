@@ -74,11 +74,12 @@ def removed_if_it_never_began(run: RunDirectory) -> Iterator[None]:
     try:
         yield
     except Exception:
-        # The error is what the user should read, and not that something cannot be removed.
+        # The error is what the user should read, and not that something cannot be removed. A store
+        # is not asked: one that does not answer would hold the error back for minutes.
         with suppress(RunError, OSError):
-            was_tried = any(names(run.commits_directory)) or run.failed_shards()
-            # A run in a store has no lock, so another driver may be at work on it.
-            if isinstance(run.path, Path) and not was_tried:
+            if isinstance(run.path, Path) and not (
+                any(names(run.commits_directory)) or run.failed_shards()
+            ):
                 remove(run)
         raise
 

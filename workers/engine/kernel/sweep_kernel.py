@@ -6,6 +6,8 @@ queries of one head and goes over their keys as flash attention does: a tile of 
 registers and is never written to memory. Keys behind the window of all its queries are left out.
 """
 
+from __future__ import annotations  # without triton there is no tl
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
