@@ -432,12 +432,7 @@ class Replication(BaseModel):
 
 def replications() -> dict[str, Replication]:
     """Every replication we ship, by name."""
-    return dict(_replications_in(REPLICATIONS))
-
-
-@cache
-def _replications_in(directory: Path) -> dict[str, Replication]:
-    return {file.stem: read_toml(file, Replication) for file in sorted(directory.glob("*.toml"))}
+    return {file.stem: read_toml(file, Replication) for file in sorted(REPLICATIONS.glob("*.toml"))}
 
 
 def read_toml(file: Path, model: type[M]) -> M:
