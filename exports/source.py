@@ -52,7 +52,7 @@ class ExportSource:
     options: Options
     destination: Place  # where the file or folder will be, for formats that depend on its name
     baseline: "ExportSource | None" = None  # the second run, if `Needs.baseline` asks for one
-    split: tuple[int, int] | None = None  # half of which split `sums` are over; None: of none
+    split: tuple[int, int] | None = None  # half of which split `sums` are over; None: all
     known_sums: dict[str, DocumentSums] = field(default_factory=dict, repr=False)
     """What was read already: halves are parts of it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where it measures (`confirmation`)

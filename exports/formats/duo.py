@@ -200,10 +200,10 @@ def scores_by_head(
     after_first_copy = queries / min(queries, n_ctx - bos - block)
     change = np.abs(distant.means - without_repeat.means) * after_first_copy
     errors = np.hypot(distant.errors, without_repeat.errors) * after_first_copy
-    documents = min(distant.effective_documents, without_repeat.effective_documents)
+    effective_documents = min(distant.effective_documents, without_repeat.effective_documents)
     # Of a change in either direction, p is twice as large. Either of two tests may find a head, so
     # each p counts twice (Bonferroni).
-    p = 2 * p_above(change, errors, documents, margin)
+    p = 2 * p_above(change, errors, effective_documents, margin)
     p = np.minimum(1, 2 * np.minimum(p, to_copies.p))
     # Without a repeat there are hardly any copies, so both numbers are attention that would lie
     # elsewhere. It may be the same attention, so they do not add up.

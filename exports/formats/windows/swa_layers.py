@@ -67,6 +67,7 @@ def swa_layers(
         **choice.facts,
     }
     notes = (choice.note(f"a window in layers {', '.join(map(str, chosen))}"),)
+    # A config can only say what transformers can do: no first keys, all heads of a layer alike.
     problem = "a window there keeps no first keys, expected --sink 0" if sink else None
     problem = problem or layer_types_problem(source)
     if problem is None:

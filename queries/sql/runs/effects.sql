@@ -72,7 +72,8 @@ WITH
         SELECT
             *,
             two_sided_p(
-                change, standard_error, freedom(effective_documents), greatest(abs(untouched), abs(intervened))
+                change, standard_error, freedom(effective_documents),
+                greatest(abs(untouched), abs(intervened))
             ) AS p
         FROM changes
     ),
