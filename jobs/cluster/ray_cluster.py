@@ -116,13 +116,10 @@ def _start(cores: int) -> None:
     # this process, and so does its token.
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Ray would listen on every network of this machine, and answer /metrics without the token. It
-    # listens on the loopback alone if no other machine may join.
-    ray_constants.ENABLE_RAY_CLUSTER = False
     # Ray lets workers import from the directory that it is started in, before all others. In the
     # user's directory a `jobs.py` may lie, so Ray is started in the directory of our code. The
     # replicas change back, because paths of a scan are relative to the user's directory.
-    with _within(START_SECONDS), contextlib.chdir(PACKAGE.parent):
+    with _within(START_SECONDS), _on_the_loopback(), contextlib.chdir(PACKAGE.parent):
         ray.init(
             address="local",  # A cluster of its own, even if another one runs on this machine.
             num_cpus=cores,
@@ -133,6 +130,20 @@ def _start(cores: int) -> None:
             logging_level=logging.ERROR,
             _system_config=SYSTEM_CONFIG,
         )
+
+
+@contextmanager
+def _on_the_loopback() -> Iterator[None]:
+    """Let the Ray that is started listen on the loopback alone, as it does where no other machine
+    may join. On every network of this machine it would answer /metrics without the token.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        # This process may join a cluster later, whose address is not the loopback's.
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

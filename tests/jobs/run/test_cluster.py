@@ -52,7 +52,7 @@ def test_rows_are_complete_on_machines(scenario: str, tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=500,
     )
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
     assert ended.returncode == 0, "\n".join([ended.stdout, ended.stderr, *logs])

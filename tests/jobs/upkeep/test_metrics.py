@@ -126,11 +126,15 @@ def watch(plan: Plan, seen: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("_ray")
 def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
     seen: dict[str, Any] = {"text": "", "samples": {}}
+    before = ray.util.get_node_ip_address()
     watcher = threading.Thread(target=watch, args=[plan, seen])
     watcher.start()
     assert run_to_end(plan, Resources(1, 1, "cpu"), Console(quiet=True), WatchedReplica) == []
     watcher.join()
     assert seen["addresses"] == {"127.0.0.1"}  # Nobody else reads them: Ray asks for no token.
+    ray.shutdown()
+    # A cluster that this process joins later is told where it is.
+    assert ray.util.get_node_ip_address() == before
     samples: Samples = seen["samples"]
     assert EXPECTED.items() <= samples.items(), samples
     assert [samples["ray_headcount_shards", state] for state in ("waiting", "failed")] == [0, 0]
