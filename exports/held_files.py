@@ -1,57 +1,35 @@
-"""Files that pyiceberg writes and that are held in memory, to be written whole later.
+"""Where pyiceberg reads and writes files.
 
 The registry imports every file of `formats`, and this one needs pyiceberg, so it lies here.
 """
 
-import io
-from typing import Any
+from pathlib import Path
 
-from pyiceberg.io import InputFile, OutputFile
-from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyarrow.fs import LocalFileSystem
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
-HELD: dict[str, bytes] = {}  # content by location, filled and emptied by one export at a time
+from headcount.schemas.files.places import Place, StorePath, place
 
 
 class HeldFiles(PyArrowFileIO):
-    """Keeps what is written in memory: metadata of a table names files with their final places."""
+    """Holds what is written in a folder, under the names that it will have in the destination.
 
-    def new_output(self, location: str) -> OutputFile:  # pyright: ignore[reportIncompatibleMethodOverride]
+    Metadata of a table names files with their final places, which are written when all are there.
+    """
+
+    def __init__(self, folder: Path, destination: Place) -> None:
+        super().__init__()
+        self.folder, self.destination = folder, destination
+
+    def new_output(self, location: str) -> PyArrowFile:
         """A file that will be held."""
-        return HeldFile(location)
+        path = self.folder / location.removeprefix(f"{self.destination}/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return PyArrowFile(location, str(path), LocalFileSystem())
 
-    def new_input(self, location: str) -> InputFile:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A file that is held, or one that lies somewhere."""
-        return HeldFile(location) if location in HELD else super().new_input(location)
-
-
-class HeldFile(InputFile, OutputFile):
-    """A file that is held once it is closed."""
-
-    def __len__(self) -> int:
-        return len(HELD[self.location])
-
-    def exists(self) -> bool:
-        """Whether there is such a file."""
-        return self.location in HELD
-
-    # The protocol of streams names parameters that Python's do not.
-
-    def open(self, seekable: bool = True) -> Any:  # noqa: ANN401
-        """The file, open for reading."""
-        return io.BytesIO(HELD[self.location])
-
-    def to_input_file(self) -> InputFile:
-        """The same file for reading."""
-        return self
-
-    def create(self, overwrite: bool = False) -> Any:  # noqa: ANN401
-        """The file, open for writing."""
-        location = self.location
-
-        class Stream(io.BytesIO):
-            def close(self) -> None:
-                if not self.closed:
-                    HELD[location] = self.getvalue()
-                super().close()
-
-        return Stream()
+    def new_input(self, location: str) -> PyArrowFile:
+        """A file of a run, through the same file system as all that we read."""
+        where = place(location)
+        if isinstance(where, StorePath):
+            return PyArrowFile(location, where.key, where.filesystem)
+        return PyArrowFile(location, location, LocalFileSystem())

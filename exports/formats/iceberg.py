@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-from typing import TYPE_CHECKING, Any
+import tempfile
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
@@ -12,8 +17,9 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.files.tables import HEADS, PARTITION_NAMES, SEQUENCES
 
 if TYPE_CHECKING:
-    from pyiceberg.catalog import Catalog
-    from pyiceberg.table import Table
+    from pyiceberg.table import Table, Transaction
+
+    from headcount.exports.held_files import HeldFiles
 
 
 @export_format(
@@ -39,87 +45,88 @@ def iceberg(source: ExportSource) -> Exported:
     files. They are partitions of the table, from which readers take their values.
     """
     try:
-        import pyiceberg.catalog.memory
+        from headcount.exports.held_files import HeldFiles
     except ModuleNotFoundError as error:
         raise QueryError(
             f"export iceberg needs {error.name}, which is not installed: pip install -e '.[export]'"
         ) from None
-    from headcount.exports.held_files import HELD
-
-    # An export that was cut off may have left something.
-    HELD.clear()
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
-    properties = {"py-io-impl": "headcount.exports.held_files.HeldFiles"}
-    # Where an object store is, if it is not Amazon's.
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
-        properties["s3.endpoint"] = endpoint
-    catalog = pyiceberg.catalog.memory.InMemoryCatalog("headcount", **properties)
-    catalog.create_namespace("run")
     files: dict[str, bytes] = {}
     counts: list[str] = []
-    try:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        held = HeldFiles(folder, source.destination)
         for name in (HEADS.name, SEQUENCES.name):
-            table = _empty_table(source, catalog, name)
-            counts.append(f"{_add_files(source, table, name):,} rows of {name}")
-            table.refresh()
-            snapshot = table.current_snapshot()
-            assert snapshot is not None
-            manifests = [manifest.manifest_path for manifest in snapshot.manifests(table.io)]
-            for path in (*manifests, snapshot.manifest_list):
-                files[path.removeprefix(f"{source.destination}/")] = HELD[path]
-            # The last version has the name that readers without a catalog look for, and its number
-            # lies beside it.
-            files[f"{name}/metadata/v1.metadata.json"] = HELD[table.metadata_location]
+            changes = _empty_table(source, held, name).transaction()
+            counts.append(f"{_add_files(source, changes, held, name):,} rows of {name}")
+            table = changes.table_metadata.model_dump_json(exclude_none=True)
+            # The name that readers without a catalog look for, and its number beside it.
+            files[f"{name}/metadata/v1.metadata.json"] = table.encode()
             files[f"{name}/metadata/version-hint.text"] = b"1"
-    finally:
-        HELD.clear()
+        for manifest in folder.rglob("*.avro"):
+            files[str(manifest.relative_to(folder))] = manifest.read_bytes()
     return Exported(files=files, notes=(f"{' and '.join(counts)}, by reference",))
 
 
-def _empty_table(source: ExportSource, catalog: Catalog, name: str) -> Table:
-    """A table with the columns of a view, and what each of them means."""
+def _empty_table(source: ExportSource, held: HeldFiles, name: str) -> Table:
+    """A table with the columns of a view, and what each of them means. No catalog knows it."""
+    from pyiceberg.catalog.noop import NoopCatalog
+    from pyiceberg.io.pyarrow import pyarrow_to_schema
+    from pyiceberg.partitioning import PARTITION_FIELD_ID_START, PartitionField, PartitionSpec
+    from pyiceberg.schema import assign_fresh_schema_ids
+    from pyiceberg.table import Table
+    from pyiceberg.table.metadata import new_table_metadata
     from pyiceberg.table.name_mapping import create_mapping_from_schema
+    from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
+    from pyiceberg.transforms import IdentityTransform
 
-    table = catalog.create_table(
-        ("run", name),
-        schema=source.stored_schema(name),
-        location=f"{source.destination}/{name}",
-        properties={"headcount": source.provenance_line},
-    )
-    with table.update_spec() as spec:
-        for column in PARTITION_NAMES:
-            spec.add_identity(column)
+    numbers = count(1)
+    columns = [_numbered(column, numbers) for column in source.stored_schema(name)]
+    schema = assign_fresh_schema_ids(pyarrow_to_schema(pa.schema(columns)))
+    partitions = [
+        PartitionField(schema.find_field(column).field_id, number, IdentityTransform(), column)
+        for number, column in enumerate(PARTITION_NAMES, PARTITION_FIELD_ID_START)
+    ]
     # The files have no numbers of columns, so readers find them by name.
-    mapping = create_mapping_from_schema(table.schema()).model_dump_json()
-    with table.transaction() as transaction:
-        transaction.set_properties({"schema.name-mapping.default": mapping})
-    return table
+    mapping = create_mapping_from_schema(schema).model_dump_json()
+    properties = {"headcount": source.provenance_line, "schema.name-mapping.default": mapping}
+    location = f"{source.destination}/{name}"
+    metadata = new_table_metadata(
+        schema, PartitionSpec(*partitions), UNSORTED_SORT_ORDER, location, properties
+    )
+    return Table(("run", name), metadata, location, held, NoopCatalog("none"))
 
 
-def _add_files(source: ExportSource, table: Table, name: str) -> int:
+def _numbered(column: pa.Field, numbers: Iterator[int]) -> pa.Field:
+    """A column, and the items of a list in it, with the numbers that Iceberg wants."""
+    metadata = (column.metadata or {}) | {b"PARQUET:field_id": str(next(numbers))}
+    if pa.types.is_list(column.type):
+        column = column.with_type(pa.list_(_numbered(column.type.value_field, numbers)))
+    return column.with_metadata(metadata)
+
+
+def _add_files(source: ExportSource, changes: Transaction, held: HeldFiles, name: str) -> int:
     """Add the committed files of a table as one snapshot; returns the number of rows."""
     from pyiceberg.io.pyarrow import parquet_file_to_data_file
 
     # The query compares the content of the files with their commits.
     counted = f"SELECT count(*) FROM {name} WHERE run_id = '{source.run_id}'"
     ((rows,),) = source.database.rows(counted)
-    data_files: list[Any] = []
-    for path in source.opened.files(name):
-        file = parquet_file_to_data_file(table.io, table.metadata, path)
-        # The library takes partitions from statistics of columns, and these are not in the files.
-        directories = dict(part.split("=", 1) for part in path.split("/") if "=" in part)
-        for index, column in enumerate(PARTITION_NAMES):
-            file.partition[index] = directories[column]
-        data_files.append(file)
-    added = sum(file.record_count for file in data_files)
-    if added != rows:
-        raise QueryError(
-            f"run {source.run_id}: its files of {name} have {added:,} rows, expected {rows:,}; "
-            "headcount check says which are not as committed"
-        )
-    with table.transaction() as transaction, transaction.update_snapshot().fast_append() as append:
-        for file in data_files:
+    table = changes.table_metadata
+    with changes.update_snapshot().fast_append() as append:
+        added = 0
+        for path in source.opened.files(name):
+            file = parquet_file_to_data_file(held, table, path)
+            # The library takes partitions from statistics of columns, which are not in the files.
+            directories = dict(part.split("=", 1) for part in path.split("/") if "=" in part)
+            for index, column in enumerate(PARTITION_NAMES):
+                file.partition[index] = directories[column]
             append.append_data_file(file)
+            added += file.record_count
+        if added != rows:
+            raise QueryError(
+                f"run {source.run_id}: its files of {name} have {added:,} rows, expected "
+                f"{rows:,}; headcount check says which are not as committed"
+            )
     return rows
