@@ -24,7 +24,7 @@ from headcount.jobs.run.progress import Show, bar
 from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
-from headcount.schemas.files.places import Place, absolute, place, reason
+from headcount.schemas.files.places import Place, absolute, place, reason, wait_for_store
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.corpus.documents import content_bytes_of
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
@@ -258,6 +258,9 @@ def prepare_on_node(
             )
         # Other tasks have the other cores.
         use_cores(cores)
+        # A task that starts while a store stands still must not end the run.
+        for where in (store.folder, *(place(source.path) for source in extent.sources)):
+            wait_for_store(where)
         for _ in prepare_extent(store, extent, tokenizer):
             pass
     except HeadcountError as error:

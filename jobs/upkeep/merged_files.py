@@ -27,7 +27,7 @@ from headcount.schemas.files.damage import (
 )
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
-from headcount.schemas.files.places import open_at_once, reason, settle, write_whole
+from headcount.schemas.files.places import open_at_once, reason, settle, wait_for_store, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
 from headcount.schemas.files.tables import (
     HEADS,
@@ -96,6 +96,8 @@ def is_merged(group: Group) -> bool:
 
 def merge_group(group: Group) -> Merged:
     """Write the merged files of those shards of a group that can be read."""
+    # A process that starts while the store stands still must not end the compaction.
+    wait_for_store(group.run.path)
     problems: Problems = {}
     while len(group.commits) and not is_merged(group):
         try:

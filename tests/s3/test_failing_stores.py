@@ -5,17 +5,26 @@ end in one line and are continued, and each row is there once.
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from headcount.jobs.corpus.preparation import CorpusWork, corpora_of, prepare_on_node
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
+from headcount.jobs.upkeep.merged_files import Group, merge_group
 from headcount.schemas.errors import RunError, SilentStoreError
 from headcount.schemas.files import places
-from headcount.schemas.files.places import StorePath, names, place, wait_for_store
+from headcount.schemas.files.commit import COMMITS
+from headcount.schemas.files.places import StorePath, names, place, write_whole
+from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.inputs.store.preparation import is_whole
+from headcount.workers.model.files.model_info import describe, find_model
+from headcount.workers.provenance.code_fingerprint import read_code
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
 from tests.tools.processes import Command
@@ -76,21 +85,50 @@ def test_a_run_goes_on_after_its_store_stood_still(store: S3Server, tmp_path: Pa
     assert_rows_are_there_once(plan, tmp_path)
 
 
-def test_a_replica_waits_longer_for_a_store_than_a_command(
-    store: S3Server, monkeypatch: pytest.MonkeyPatch
+def prepare_corpus() -> Callable[[], bool]:
+    write_whole(place("s3://bucket/texts.txt"), b"A text of some tokens.")
+    fields = {"model": "bundled:gpt2-mini", "n_ctx": 4, "out": "s3://bucket/prepared"}
+    corpus = {"family": "text", "files": "s3://bucket/texts.txt"}
+    scan = parse_scan(fields | {"sequences": "all", "input": corpus})
+    work = CorpusWork(Sequences(scan, describe(find_model(scan.model))), corpora_of(scan))
+    work.store.create()
+    (extent,) = work.missing()
+    code, task = read_code(), (work.store, extent, work.sequences.tokenizer, 1)
+
+    def prepare() -> bool:
+        assert prepare_on_node(code, None, *task) is None
+        return is_whole(work.store.portions()[extent.key])
+
+    return prepare
+
+
+def merge() -> Callable[[], bool]:
+    plan = plan_in("s3://bucket/merged")
+    run_here(plan)
+    group = Group(plan.run, plan.run.commit_log().select(COMMITS.names), frozenset())
+    return lambda: len(merge_group(group).commits) == SHARDS
+
+
+@pytest.mark.parametrize("begun_work", [prepare_corpus, merge])
+def test_a_worker_waits_longer_for_a_store_than_a_command(
+    begun_work: Callable[[], Callable[[], bool]], store: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Of a task that sets it for its process.
+    for cores in ("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(cores, "1")
+    work = begun_work()
     monkeypatch.setattr(places, "PROBE_SECONDS", 0.2)
     monkeypatch.setattr(places, "PROBING_SECONDS", 0.4)
+    # As in a process that has asked for nothing yet.
+    places._filesystem.cache_clear()
     runs = place("s3://bucket/runs")
     assert isinstance(runs, StorePath)
-    with store.standing_still():
+    with ThreadPoolExecutor(1) as pool, store.standing_still():
         assert "does not answer (timed out)" in refused(RunError, getattr, runs, "filesystem")
-        waiting = Thread(target=wait_for_store, args=[runs])
-        waiting.start()
-        waiting.join(1.5)
-        assert waiting.is_alive()
-    waiting.join(10)
-    assert not waiting.is_alive()
+        working = pool.submit(work)
+        time.sleep(1.5)
+        assert not working.done()
+    assert working.result()
 
 
 def test_a_store_that_never_answers_ends_a_run_at_its_first_shard(
