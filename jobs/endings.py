@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import FrameType
 from typing import Literal, NoReturn
 
@@ -55,6 +56,8 @@ to a store.
 UNHEARD_SECONDS = 2.0
 """The main thread hears a signal at once, unless it is inside a library."""
 
+END = b"\0"  # what the watcher hears at the end of the process; no signal has this number
+
 TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 SCARCE = TOO_MANY_FILES | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of the system if it has no more space, or no more open files."""
@@ -80,6 +83,7 @@ class _ProcessState:
     has_children = False  # whether this process has started others, which must be ended with it
     work: Literal["idle", "in hand", "finishing"] | None = None
     """What a block has in hand that can finish it before the process ends; none outside of one."""
+    exit_code = 0  # with which it ends, once its end has begun
     time_limit: threading.Timer | None = None  # ends the work in hand if it takes too long
 
 
@@ -132,11 +136,13 @@ def ended_in_lines() -> Iterator[None]:
     _ProcessState.stop_signal = None
     previous_handlers = listen_to_signals()
     previous_hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
+    # Python writes the number of each signal there, whatever the main thread does.
+    previous_watcher = signal.set_wakeup_fd(_watcher().fileno(), warn_on_full_buffer=False)
     try:
         try:
-            with _leaving_if_unheard():
-                yield
+            yield
         finally:
+            signal.set_wakeup_fd(previous_watcher)
             # What is printed may fail only now: on a full disk, or to a closed pipe.
             sys.stdout.flush()
     except (KeyboardInterrupt, Stopped) as end:
@@ -201,39 +207,39 @@ def listen_to_signals() -> dict[signal.Signals, signal.Handlers]:
     return previous
 
 
-@contextlib.contextmanager
-def _leaving_if_unheard() -> Iterator[None]:
-    """Leave at a signal that the main thread does not hear: a library may wait for a store's answer
-    for minutes.
+@cache
+def _watcher() -> socket.socket:
+    """Where a thread hears of signals, and of the end of this process, and leaves if it must.
+
+    In the main thread a library may wait for a store's answer for minutes, and at the end for
+    processes of Ray's.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
     def watch() -> None:
-        # Python writes the number of each signal that comes, whatever the main thread does.
-        with reader:
-            while received := reader.recv(1):
-                number, came = received[0], time.monotonic()
-                if number in STOPPING:
-                    time.sleep(FINISHING_SECONDS if number == signal.SIGTERM else UNHEARD_SECONDS)
-                    # The main thread may have heard it before this one did.
-                    if _ProcessState.heard < came - 1:
-                        _leave(_stopped_line(), 128 + number)
+        while received := reader.recv(1):
+            if received == END:
+                # In this thread, because Python 3.12 starts none at the end.
+                time.sleep(CLEANING_SECONDS)
+                os._exit(_ProcessState.exit_code)
+            if (number := received[0]) in STOPPING:
+                seconds = FINISHING_SECONDS if number == signal.SIGTERM else UNHEARD_SECONDS
+                _timer(seconds, _leave_if_unheard, number, time.monotonic())
 
     threading.Thread(target=watch, daemon=True).start()
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        writer.close()
+    return writer
+
+
+def _leave_if_unheard(number: int, came: float) -> None:
+    # The main thread may have heard it before the watcher did.
+    if _ProcessState.heard < came - 1:
+        _leave(_stopped_line(), 128 + number)
 
 
 # The signals of a process that this one forks are not its own.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+os.register_at_fork(after_in_child=_watcher.cache_clear)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -288,19 +294,9 @@ def _end_stopped(number: int) -> NoReturn:
 
 
 def _exit_for_sure(code: int) -> NoReturn:
-    """Exit, within `CLEANING_SECONDS` of the process's end: libraries wait then for processes of
-    Ray's and for requests to a store, which may not answer.
-    """
-    is_ending = threading.Event()
-
-    def leave() -> None:
-        is_ending.wait()
-        time.sleep(CLEANING_SECONDS)
-        os._exit(code)
-
-    # Now, because Python 3.12 starts no thread at the end.
-    threading.Thread(target=leave, daemon=True).start()
-    atexit.register(is_ending.set)
+    """Exit, within `CLEANING_SECONDS` of the process's end."""
+    _ProcessState.exit_code = code
+    atexit.register(_watcher().send, END)
     sys.exit(code)
 
 

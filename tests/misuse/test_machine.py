@@ -211,6 +211,21 @@ def test_a_command_that_is_stopped_says_how_to_continue(
     assert (end.value.code, capsys.readouterr().err) == (128 + number, f"{line}\n")
 
 
+def test_a_command_ends_although_a_library_waits_at_its_end():
+    program = """
+import atexit, time
+from headcount.jobs import endings
+atexit.register(time.sleep, 60)
+endings.CLEANING_SECONDS = 0.5
+with endings.ended_in_lines():
+    raise endings.HeadcountError("it ends")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (2, "error: it ends\n")
+
+
 def died_before_our_first_lines(errors: str) -> bool:
     """Whether Python was interrupted before the front door had said what an interrupt does."""
     if "init_import_site" in errors:
