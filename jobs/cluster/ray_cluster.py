@@ -182,7 +182,7 @@ def _join(address: str) -> None:
             "from elsewhere use headcount submit --address http://HOST:8265"
         )
     # The replicas of a job have the code that the job was submitted with, and its cluster answers.
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+    if phases.JOB_VARIABLE in os.environ:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return
     try:
@@ -290,7 +290,7 @@ def staged_code() -> Iterator[Path]:
         shutil.copytree(PACKAGE, code / "headcount", ignore=shutil.ignore_patterns("__pycache__"))
         # The text of the input `bundled:LICENSE` lies beside the package.
         shutil.copy(located(BUNDLED_LICENSE), code)
-        yield Path(directory)
+        yield code
 
 
 def hook_variables() -> dict[str, str]:

@@ -391,18 +391,15 @@ def submit(
     there = [job.run_id for job in cluster.jobs() if job.run == f"{out}/run_id={job.run_id}"]
     run = next_run(first_run, there) if new else last_run(first_run, there)
 
-    has_begun: bool | None = None
     last_job = cluster.last(run)
+    begun = last_job.has_begun if last_job is not None and last_job.ended else None
     if last_job is not None and last_job.ended:
-        has_begun = last_job.has_begun
-        extends = (
-            has_begun and scan.sequences != "all" and scan.sequences > run.manifest().sequences
-        )
+        extends = begun and scan.sequences != "all" and scan.sequences > run.manifest().sequences
         line = f"{last_job.job_id}: has ended, {last_job.state}"
         if last_job.state == "SUCCEEDED" and not extends:
             line += f"; headcount status {run.path}"
             return Submission(run.run_id, last_job.job_id, line)
-        if has_begun and not extends:
+        if begun and not extends:
             message = f" ({last_job.message})" if last_job.message else ""
             raise RunError(
                 f"{line}{message}; headcount resume {run.path} --address {cluster.url} "
@@ -410,7 +407,7 @@ def submit(
             )
     words = ["scan", f"{safe_name(scan_file.stem)}.toml", *options(overrides, resources)]
     # The driver numbers its run by what lies in `out`, where one that never began left nothing.
-    if new or (has_begun is False and run != first_run):
+    if new or (begun is False and run != first_run):
         words.append("--new")
     elif run != first_run:
         words += ["--run", run.run_id]

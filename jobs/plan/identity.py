@@ -65,7 +65,7 @@ def _by_number(
     return {int(m[1] or 1): RunDirectory(directory / m[0]) for m in matches}
 
 
-def find_run(resolved: ResolvedScan, first_run: RunDirectory, new: bool = False) -> RunDirectory:
+def find_run(resolved: ResolvedScan, first_run: RunDirectory, new: bool) -> RunDirectory:
     """The newest of a scan's runs that measures the same; `first_run` if the scan has no runs.
 
     With `new`, a run that is not there yet. If no run fits, the error is about the newest.

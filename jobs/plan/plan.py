@@ -335,7 +335,7 @@ def replan(
         fields["revision"] = None
     # A manifest does not record where the run lies, because a run may be moved.
     scan = parse_scan(fields | {"out": str(run.path.parent)})
-    return make_plan(scan, run.run_id, run.run_id, preparation)
+    return plan_run(resolve(scan), run, preparation)
 
 
 def _check_places(run: RunDirectory, manifest: Manifest, overrides: Sequence[str]) -> None:

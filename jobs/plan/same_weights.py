@@ -48,9 +48,10 @@ def without_duplicates(scans: list[ScanOfCheckpoint], skip: bool) -> list[ScanOf
     duplicates: set[str] = set()
     for group in _groups(files):
         *others, kept = sorted(group, key=_is_step_and_numbers)
-        hidden = len(others) - (NAMED - 1) if len(others) > NAMED else 0
-        words = [*others[: NAMED - 1], f"{hidden} more"] if hidden else others
-        listed = " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+        words = others
+        if len(others) > NAMED:
+            words = [*others[: NAMED - 1], f"{len(others) - NAMED + 1} more"]
+        listed = " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
         tell(f"{listed} {'have' if others[1:] else 'has'} the weights of {kept}")
         # With another configuration it is another model.
         config = files[kept].get("config.json")

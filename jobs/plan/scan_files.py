@@ -64,18 +64,14 @@ def _checkpoints(scan_file: Path, field: str, value: object) -> list[str] | None
         return _directories(scan_file, value) if is_pattern else None
     if not isinstance(value, list):
         return None
-    checkpoints: list[str] = []
-    for text in value:
-        if not isinstance(text, str) or not text:
-            checkpoints = []
-            break
-        # A text of the list may be a pattern, too.
-        checkpoints += _checkpoints(scan_file, field, text) or [text]
-    if not checkpoints:
+    if not value or not all(isinstance(text, str) and text for text in value):
         raise ScanError(
             f"{scan_file}: {field}: expected a text, or a list of texts, got "
             f"{shortened(repr(value), 60)}"
         )
+    # A text of the list may be a pattern, too.
+    lists = (_checkpoints(scan_file, field, text) or [text] for text in value)
+    checkpoints = [checkpoint for each in lists for checkpoint in each]
     twice = sorted({text for text in checkpoints if checkpoints.count(text) > 1})
     if twice:
         raise ScanError(

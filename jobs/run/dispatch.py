@@ -241,7 +241,7 @@ class _Dispatcher:
         # Ray keeps the order of those that have arrived: a notice explains the calls that failed.
         references = [*noticing, *self.working, *starting]
         # One second at most: a straggler shows by the clock, not by an event.
-        timeout = min(1.0, RESTART_PAUSE) if len(asked) < len(self.replicas) else 1.0
+        timeout = RESTART_PAUSE if len(asked) < len(self.replicas) else 1.0
         arrived, _ = ray.wait(references, num_returns=1, timeout=timeout)
         if arrived and len(references) > 1:
             most = min(MOST_EVENTS, len(references))

@@ -71,7 +71,6 @@ def run_to_end(
     other measuring code began. `models` shares loaded models between runs in this process.
     `all_runs` is told what is measured of several runs.
     """
-    resources.check_here()
     tell = partial(say, console)
     run, previous = plan.run, plan.previous_manifest
     with removed_if_it_never_began(run) if previous is None else nullcontext(), locked(run):

@@ -52,8 +52,8 @@ def show_progress(
                 parts += [f"{speed:,.0f} tokens/s", f"{duration((tokens - done) / speed)} left"]
             if failures:
                 parts.append(f"{counted(len(failures), 'shard')} failed")
-            if all_runs is not None and all_runs.measured:
-                parts.append(all_runs.line())
+            if all_runs is not None and (line := all_runs.line()):
+                parts.append(line)
             show(", ".join(parts), done / tokens)
             phases.note("measuring", tokens_per_second=speed)
     # Without a commit there is no speed to tell.

@@ -204,7 +204,7 @@ def _groups(commit_log: pa.Table, manifest: Manifest, rows: int) -> list[np.ndar
 def _gather_all(run: RunDirectory) -> None:
     """Put what all segments say into one, and delete the files that it replaces."""
     directory = run.commits_directory
-    file_names = list(names(directory))
+    file_names = names(directory)
     gathered = read_commit_log(directory, run.run_id, loose=False)
     old_segments = sorted(name for name in file_names if name.startswith("segment-"))
     if len(old_segments) > 1:
