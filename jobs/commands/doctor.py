@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,31 +46,35 @@ class Check:
     advice: str = ""  # what to do if it is not ok
 
 
-def check_kernel(
-    device: str = "cuda",
-    sweep: Sweep | None = None,
-    layers: Sequence[tuple[Shape, FactNames]] | None = None,
-) -> Iterator[Check]:
+def check_kernel() -> Iterator[Check]:
     """Compare the GPU's kernel with the tiles, the reference, with every shape, fact and format."""
     import torch
 
     from headcount.workers.engine.kernel import sweep_kernel
-    from headcount.workers.engine.kernel.kernel_check import ALLOWED, compare, every_layer, in_words
+    from headcount.workers.engine.kernel.kernel_check import every_layer
 
-    if sweep is None and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         yield Check("kernel", False, "no CUDA device is here, so there is no kernel to compare")
-        return
     # A GPU alone is not enough.
-    if sweep is None and not sweep_kernel.available(torch.device("cuda")):
+    elif not sweep_kernel.available(torch.device("cuda")):
         needs = "the kernel needs triton and compute capability 8.0; tiles measure instead"
         yield Check("kernel", False, f"{torch.cuda.get_device_name()}: {needs}")
-        return
-    for shape, facts in every_layer() if layers is None else layers:
+    else:
+        yield from compared_layers(sweep_kernel.sweep, every_layer(), "cuda")
+
+
+def compared_layers(
+    sweep: Sweep, layers: Iterable[tuple[Shape, FactNames]], device: str
+) -> Iterator[Check]:
+    """Compare a kernel with the tiles in some layers, in every format."""
+    import torch
+
+    from headcount.workers.engine.kernel.kernel_check import ALLOWED, compare, in_words
+
+    for shape, facts in layers:
         for factors in ALLOWED:
             # A kernel that does not compile has no difference to show.
-            found = compare(
-                sweep or sweep_kernel.sweep, shape, factors, torch.device(device), facts
-            )
+            found = compare(sweep, shape, factors, torch.device(device), facts)
             result = found.error or f"differs by {found.difference:.1e}"
             layer = in_words(found.shape, found.facts)
             text = f"{layer}: {result} (allowed {found.allowed:.1e})"

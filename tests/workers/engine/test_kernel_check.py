@@ -18,7 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.commands.doctor import check_kernel
+from headcount.jobs.commands.doctor import compared_layers
 from headcount.workers.engine.kernel import sweep_kernel
 from headcount.workers.engine.kernel.kernel_check import (
     ALLOWED,
@@ -240,7 +240,7 @@ def test_the_doctor_compares_every_shape_in_every_format() -> None:
     assert {shape.d_v for shape in shapes} > {None}
     assert {shape.n_ctx for shape in shapes} == {1, 37, 257, 1024}
     good, bad = (
-        list(check_kernel("cpu", s, [(SHAPE, FactNames({SINK}))]))
+        list(compared_layers(s, [(SHAPE, FactNames({SINK}))], "cpu"))
         for s in (by_definition, failing_kernel)
     )
     assert [(c.name, c.ok) for c in good] == [
