@@ -28,11 +28,6 @@ class Metric:
     tags: tuple[str, ...]
     meaning: str
 
-    @property
-    def exported_name(self) -> str:
-        """The name by which Prometheus knows it."""
-        return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
-
     def tell(self, value: float, **tags: str) -> None:
         """Add to a counter, or set a gauge; does nothing in a process without Ray."""
         # Importing Ray to find out would take 1 s.
@@ -73,10 +68,6 @@ IDLE_SHARE = Metric(
 BAD_ROWS = Metric(
     "headcount_bad_rows", "counter", "rows", ("run_id", "node"),
     "Rows of the corpus that could not be read, in the shards that were committed.",
-)  # fmt: skip
-
-METRICS = (
-    TOKENS_MEASURED, TOKENS_PREPARED, SHARDS, SHARDS_REPEATED, PHASE_SECONDS, IDLE_SHARE, BAD_ROWS,
 )  # fmt: skip
 
 

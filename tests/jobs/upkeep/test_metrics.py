@@ -18,7 +18,7 @@ from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.upkeep import metrics
-from headcount.jobs.upkeep.metrics import METRICS, node_name
+from headcount.jobs.upkeep.metrics import Metric, node_name
 from tests import ROOT
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun
@@ -27,6 +27,7 @@ from tests.toys.toy_replica import ToyReplica
 DASHBOARD = ROOT / "deploy" / "grafana" / "headcount.json"
 SAMPLE = re.compile(r"^(ray_headcount_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
+METRICS = [each for each in vars(metrics).values() if isinstance(each, Metric)]
 SHARDS, N_CTX = 4, 8
 Samples = dict[tuple[str, str], float]
 """Values by the metric's exported name and the tag that its series differ in."""
@@ -38,6 +39,11 @@ EXPECTED: Samples = {
     ("ray_headcount_shards", "running"): 1,
 }
 """While the last shard is measured."""
+
+
+def exported_name(metric: Metric) -> str:
+    """The name by which Prometheus knows it."""
+    return f"ray_{metric.name}{'_total' if metric.kind == 'counter' else ''}"
 
 
 class WatchedReplica(ToyReplica):
@@ -145,7 +151,7 @@ def test_prometheus_reads_a_run_while_it_is_measured(plan: Plan):
 
     # Nothing was repeated in this run, so there is no such series.
     for metric in [metric for metric in METRICS if metric is not metrics.SHARDS_REPEATED]:
-        name = metric.exported_name
+        name = exported_name(metric)
         assert f"# TYPE {name} {metric.kind}\n" in seen["text"]
         series = next(found[1] for found in SAMPLE.findall(seen["text"]) if found[0] == name)
         tags = dict(LABEL.findall(series))
@@ -166,7 +172,7 @@ def test_names_have_units_and_the_page_has_their_table():
         assert metric.name.startswith("headcount_")
         assert metric.unit.split()[0].rstrip(",") in metric.name
         tags = ", ".join(f"`{tag}`" for tag in metric.tags)
-        cells = (f"`{metric.exported_name}`", metric.kind, metric.unit, tags, metric.meaning)
+        cells = (f"`{exported_name(metric)}`", metric.kind, metric.unit, tags, metric.meaning)
         assert f"| {' | '.join(cells)} |" in page
 
 
@@ -176,7 +182,7 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     datasource, *variables = dashboard["templating"]["list"]
     queries += [variable["definition"] for variable in variables]
-    by_name = {metric.exported_name: metric for metric in METRICS}
+    by_name = {exported_name(metric): metric for metric in METRICS}
     names = {name for query in queries for name in re.findall(r"\bray_\w+", query)}
     # Every metric is drawn, and nothing else.
     assert names == set(by_name)
