@@ -12,7 +12,7 @@ SCHEDULES ?= 20
 DEATHS ?= 200
 SEED ?= 0
 
-.PHONY: demo test check long bench precision scale chaos controls docs constraints clean
+.PHONY: demo test check long vllm bench precision scale chaos controls docs constraints clean
 
 # Libraries arrive without bytecode, and each command would compile them anew. The others lead to libraries outside of .venv.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -80,6 +80,14 @@ test: .venv/.tools
 
 long: .venv/.tools
 	$(PYTEST) -m long
+
+# vLLM's build for CPUs, 3.1 GB, for tests/vllm. Its PyTorch is not on PyPI.
+vllm: .venv-vllm/.installed
+.venv-vllm/.installed: tests/vllm/requirements.txt .venv/.tools
+	$(BIN)/uv venv -q --clear --python 3.11 .venv-vllm
+	$(if $(PIP_FIND_LINKS),UV_FIND_LINKS=$(PIP_FIND_LINKS),UV_TORCH_BACKEND=cpu) \
+		$(BIN)/uv pip install -q --no-deps --python .venv-vllm -r $<
+	@touch $@
 
 bench: .venv/.tools
 	$(BIN)/python -m benchmarks.bench

@@ -127,7 +127,7 @@ def _own_place_of_ray() -> Iterator[None]:
 
 # They are for processes that tests start. Debian's Python has a module of the first name already,
 # and the second needs another environment.
-collect_ignore = ["faults/sitecustomize.py", "kvpress/compare.py"]
+collect_ignore = ["faults/sitecustomize.py", "kvpress/compare.py", "vllm/compare.py"]
 
 
 @pytest.fixture

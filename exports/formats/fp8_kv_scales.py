@@ -102,13 +102,12 @@ def fp8_kv_checkpoint(
     `compression_config` of compressed-tensors, which quantises no weights and the cache to
     float8_e4m3fn. vLLM reads it where there is no `quantization_config`. Transformers ignores it:
     the model loads as before, and the scales are reported as unexpected. If compressed-tensors has
-    quantised the weights, the scheme goes into the `quantization_config` that is there. Names and
-    shapes are those that vLLM's source takes since its pull request 30141, but no test of ours runs
-    vLLM.
+    quantised the weights, the scheme goes into the `quantization_config` that is there. vLLM 0.32
+    for CPUs loads such a Llama and such a GPT-2.
 
     * `checkpoint`: directory of the model in safetensors, if it is not the one that was measured.
-    * `strategy`: a scale for every head (attn_head), for which vLLM needs Flash Attention 3, or the
-      largest of a layer (tensor), for the other backends.
+    * `strategy`: a scale for every head (attn_head), which vLLM applies with Flash Attention 3, or
+      the largest of a layer (tensor), for the other backends.
     * `quantile`: as in `fp8-kv-scales`.
     * `prefix`: name of the attention module of a layer in the checkpoint; `{layer}` is its number.
       By default, the only one that the checkpoint has.
@@ -142,7 +141,10 @@ def fp8_kv_checkpoint(
             letter: {layer: of_heads.max(keepdims=True) for layer, of_heads in of_layers.items()}
             for letter, of_layers in scales.items()
         }
-    tensors = _tensors(scales, prefix, shape=(-1, 1, 1) if strategy == "attn_head" else (1,))
+    # vLLM puts `attn` before the name of a scale where it does not stand, as in GPT-2 it does: its
+    # module is `h.0.attn`, and the scales are those of `h.0.attn.attn`.
+    owner = f"{prefix}.attn" if prefix.endswith(".attn") else prefix
+    tensors = _tensors(scales, owner, shape=(-1, 1, 1) if strategy == "attn_head" else (1,))
     if already := sorted(tensors.keys() & index["weight_map"].keys()):
         raise QueryError(f"{directory}: has scales already, such as {already[0]}; expected none")
     key = "quantization_config" if config.get("quantization_config") else "compression_config"

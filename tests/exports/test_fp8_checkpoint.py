@@ -1,9 +1,10 @@
 """`headcount export fp8-kv-checkpoint`: what vLLM would read, and what transformers reads.
 
-vLLM needs a GPU, so the rules of its loader stand here as its source says them since its pull
-request 30141: `quantization/compressed_tensors/compressed_tensors.py` (`from_config`,
-`CompressedTensorsKVCacheMethod`) and `model_loader/weight_utils.py` (`get_quant_config`,
-`filter_duplicate_safetensors_files`, `maybe_remap_kv_scale_name`), both in `vllm/model_executor`.
+vLLM itself reads such folders in `tests/vllm`, where it is installed. Here the rules of its loader
+stand as the source of 0.32 says them, below `vllm/model_executor`:
+`layers/quantization/compressed_tensors/compressed_tensors.py` (`from_config`,
+`CompressedTensorsKVCacheMethod`), `layers/quantization/base_config.py` (`get_cache_scale_mapper`)
+and `model_loader/weight_utils.py` (`get_quant_config`, `filter_duplicate_safetensors_files`).
 """
 
 import json
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from headcount.schemas.errors import QueryError
 from tests.exports.test_exports import HEADS, KV_HEADS, LAYERS, write_toy
 from tests.toys.commands import printed
-from tests.toys.toy_models import family, save_model
+from tests.toys.toy_models import family, gpt2, save_model
 from tests.toys.toy_runs import one_line
 
 INDEX = "model.safetensors.index.json"
@@ -79,9 +80,9 @@ def read_as_vllm(folder: Path) -> dict[str, list[float]]:
     }
     for file in names:
         for name, tensor in load_file(folder / file).items():
-            # Of `maybe_remap_kv_scale_name`.
-            remapped = re.sub(r"\.([qkv])_scale$", r".attn.\1_scale", name)
-            if remapped == name:
+            # Of `get_cache_scale_mapper`.
+            remapped = re.sub(r"(?<!\.attn)\.([qkv])_scale$", r".attn.\1_scale", name)
+            if not name.endswith("_scale"):
                 continue
             numbers = tensor.ravel()
             # Of `_tp_aware_loader`: query heads of a group share the largest of their scales.
@@ -130,6 +131,17 @@ def test_vllm_finds_every_scale_and_transformers_the_same_model(
     if name == "many":
         in_file = json.loads((home / "many" / INDEX).read_text())["metadata"]["total_size"]
         assert sizes["total_size"] == in_file + scales
+
+
+def test_scales_stand_below_a_module_that_has_the_name_of_vllms_layer(home: Path, tmp_path: Path):
+    """vLLM puts no second `attn` into a name, and finds no `h.0.attn.k_scale` in GPT-2."""
+    save_model(tmp_path / "gpt2", gpt2(n_layer=LAYERS))
+    export(home, tmp_path / "gpt2", tmp_path / "made")
+    assert load_file(tmp_path / "made/kv_scales.safetensors").keys() == {
+        f"transformer.h.{layer}.attn.attn.{letter}_scale"
+        for layer in range(LAYERS)
+        for letter in "qkv"
+    }
 
 
 def test_a_scheme_joins_the_config_of_weights_that_are_quantised(home: Path, tmp_path: Path):

@@ -195,8 +195,8 @@ def test_the_wheel_works_in_an_empty_environment(installed: Path, tmp_path: Path
 # What is declared
 
 
-IN_KVPRESS = ROOT / "tests" / "kvpress" / "compare.py"
-"""What runs in an environment of its own."""
+ELSEWHERE = {ROOT / "tests" / tool / "compare.py" for tool in ("kvpress", "vllm")}
+"""What runs in environments of its own."""
 
 
 def imported(paths: Sequence[Path]) -> dict[str, list[str]]:
@@ -225,7 +225,7 @@ def python_files(*names: str) -> list[Path]:
     files: list[Path] = []
     for name in names:
         path = ROOT / name
-        files += [path] if path.is_file() else sorted({*path.rglob("*.py")} - {IN_KVPRESS})
+        files += [path] if path.is_file() else sorted({*path.rglob("*.py")} - ELSEWHERE)
     return files
 
 
@@ -248,7 +248,9 @@ def test_what_is_imported_is_declared_once_and_what_is_declared_is_imported() ->
             names = {canonicalize_name(name) for name in distributions[library]}
             assert names & available, (library, files)
             used |= names
-    tools = {"ruff", "pyright", "pytest-xdist", "setuptools", "triton", "ipykernel"}
+    tools = {
+        "ruff", "pyright", "pytest-timeout", "pytest-xdist", "setuptools", "triton", "ipykernel",
+    }  # fmt: skip
     assert declared("scan", "dev") - used == tools
     base, scan = declared(), declared("scan") - declared()
     assert base & {canonicalize_name(name) for name in MEASURING} == set()
