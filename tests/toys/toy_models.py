@@ -255,7 +255,7 @@ class Shelf:
         """A replica, which its users leave as it was."""
         key = f"{name} {engine} {changes}"
         if key not in self.replicas:
-            self.replicas[key] = replica(self.path(name), engine=engine, **changes)
+            self.replicas[key] = replica(self.path(name), load=load_once, engine=engine, **changes)
         return self.replicas[key]
 
 
@@ -326,10 +326,10 @@ class TextReplica(Replica):
         return super().measure(tokens, intervention, labels, partner)
 
 
-def replica(path: Path, **changes: Any) -> TextReplica:
+def replica(path: Path, load: Any = load_model, **changes: Any) -> TextReplica:
     """A replica of a model on one CPU core."""
     scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
-    return TextReplica(describe(path), scan, "cpu")
+    return TextReplica(describe(path), scan, "cpu", load)
 
 
 def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
@@ -337,11 +337,10 @@ def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasu
 
     Nobody else gets hold of the loaded model, so nobody changes it.
     """
-    scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
-    return TextReplica(describe(path), scan, "cpu", _load_once).measure(tokens)
+    return replica(path, load_once, **changes).measure(tokens)
 
 
-_load_once = cache(load_model)
+load_once = cache(load_model)
 
 
 def repeating_tokens(n_ctx: int, batch: int = 1, distinct: int = 7) -> np.ndarray:

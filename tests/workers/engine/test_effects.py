@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from headcount.schemas.errors import ScanError
+from headcount.workers.interventions import INTERVENTIONS
 from tests.queries.test_python_api import state_of
 from tests.reference.effect_definitions import (
     EFFECT_DEFINITIONS,
@@ -169,12 +170,12 @@ def test_a_direction_is_as_steep_as_its_coordinates_say(shelf: Shelf, name: str)
 # The product
 
 
-INTERVENTIONS = (
+MADE = (
     "mask_keys", "keep_window(1,4)", "swap_first_value(3)", "zero_first_token",
     "zero_mlp(1)", "zero_attention(1)", "head_to_first(1,0)", "zero_head(0,1)", "mean_head(0,3)",
     "patch_head(1,1)", "keep_head(1,2)", "zero_head(0,1)+mask_keys(2,2)",
 )  # fmt: skip
-CELLS = [*product(["gpt2", "llama-gqa"], INTERVENTIONS), ("gpt2", "zero_query_bias")]
+CELLS = [*product(["gpt2", "llama-gqa"], MADE), ("gpt2", "zero_query_bias")]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,14 @@ def test_every_effect(shelf: Shelf, name: str) -> None:
     shelf.check(name, "none", 12, EFFECTS)
 
 
-@pytest.mark.parametrize(("name", "intervention"), sampled(CELLS, enumerate))
+def facets(cell: tuple[str, str]) -> list[Any]:
+    """A cell is an example of a model, and of all interventions that change the same things."""
+    name, intervention = cell
+    changes = [change.partition("(")[0] for change in intervention.split("+")]
+    return [name, tuple(INTERVENTIONS[change].target for change in changes)]
+
+
+@pytest.mark.parametrize(("name", "intervention"), sampled(CELLS, facets))
 def test_every_effect_under_an_intervention(shelf: Shelf, name: str, intervention: str) -> None:
     shelf.check(name, intervention, 12, EFFECTS)
 
