@@ -105,10 +105,10 @@ def test_every_number_of_some_heads_is_that_of_the_whole_scan(
 ):
     path = request.getfixturevalue(name)
     fields = {"n_ctx": T, "engine": engine, **EVERYTHING}
-    whole = toy.replica(path, toy.load_once, **fields)
+    whole = toy.replica(path, **fields)
     expected = {name: tables(whole, name) for name in ALL_INTERVENTIONS}
     for subset in map(SUBSETS.__getitem__, subsets):
-        part = toy.replica(path, toy.load_once, **fields, **subset)
+        part = toy.replica(path, **fields, **subset)
         for name in ALL_INTERVENTIONS:
             tables_of_part = tables(part, name)
             assert tables_of_part.keys() == expected[name].keys()

@@ -82,7 +82,7 @@ def test_rows_do_not_depend_on_the_batches_or_on_where_memory_ends(
         tokens
     )
     memory_for(monkeypatch, most)
-    replica = toy.replica(path, toy.load_once, batch_size=size, profiles=toy.FORWARD_PROFILES)
+    replica = toy.replica(path, batch_size=size, profiles=toy.FORWARD_PROFILES)
     in_batches = replica.measure(tokens)
     assert most == 7 or replica.batch.size <= most
     for name in toy.FORWARD_STATISTICS:
@@ -140,7 +140,10 @@ def test_the_batch_before_is_collected_before_fewer_sequences_are_tried(
 ) -> None:
     fields: dict[str, Any] = {"profiles": ["value_norm_by_key"], "predictions": ["loss"]}
     tokens = toy.repeating_tokens(20, batch=10)
-    four, two = (toy.replica(shelf.path("gpt2"), batch_size=size, **fields) for size in (4, 2))
+    four, two = (
+        toy.replica(shelf.path("gpt2"), toy.load_model, batch_size=size, **fields)
+        for size in (4, 2)
+    )
     whole_batch, in_pairs = four.measure(tokens[:4]), two.measure(tokens[4:])
     # Within the second pass, after none or one of its layers, memory has run out.
     sizes: list[int] = []

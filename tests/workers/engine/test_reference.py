@@ -69,7 +69,7 @@ REFUSED = {
     "neox|neox-serial|qwen2|phi|gpt-oss": f"{OF_POSITIONS}|mean_query_bias",
     "bloom": OF_POSITIONS,
     "gpt-neo": "query_bias",
-    "gpt2|gpt2-mini": "rotation|token_keys",
+    "gpt2-two-layers|gpt2-mini": "rotation|token_keys",
     "neox": "token_keys",
     "attn-only-2l-mini|legacy-pth": "mlp|swap_effective|swap_raw|rotation|token_keys",
 }
@@ -351,7 +351,7 @@ def test_the_reference_imports_nothing_that_it_checks() -> None:
 
 
 def test_every_intervention_changes_something(shelf: Shelf) -> None:
-    tokens, partner, labels = sequences_of(shelf.d_vocab("gpt2"), N_CTX)
+    tokens, partner, labels = sequences_of(shelf.d_vocab("llama-gqa"), N_CTX)
 
     def values(intervention: str, name: str, i: int) -> np.ndarray:
         of_sequence = (tokens[i].tolist(), intervention, partner[i].tolist(), labels[i])
@@ -359,9 +359,10 @@ def test_every_intervention_changes_something(shelf: Shelf) -> None:
         of_layers = [(layer.pattern, layer.z, layer.resid_post) for layer in layers]
         return np.concatenate([value.ravel() for layer in of_layers for value in layer])
 
-    plain = {name: [values("none", name, i) for i in range(2)] for name in ("gpt2", "llama-gqa")}
+    names = ("gpt2-two-layers", "llama-gqa")
+    plain = {name: [values("none", name, i) for i in range(2)] for name in names}
     for intervention in EVERY:
-        name = "llama-gqa" if "rotation" in intervention else "gpt2"
+        name = names["rotation" in intervention]
         # Most show in the first sequence, and then no other is read.
         changes = (
             np.abs(values(intervention, name, i) - plain[name][i]).max() > 1e-3 for i in range(2)
@@ -401,7 +402,7 @@ def test_the_reference_runs_models_as_their_library_does(shelf: Shelf, name: str
 CELLS = [
     (*cell, engine)
     for cell in [
-        *(("gpt2", intervention) for intervention in EVERY),
+        *(("gpt2-two-layers", intervention) for intervention in EVERY),
         *(("gpt2-mini", intervention) for intervention in TRAINED),
         *product(ON_EVERY_INTERVENTION, ONE_EACH),
         *product(OF_ONE_THING, A_FEW),
@@ -439,8 +440,7 @@ LONG = list(product(["gpt2-long"], ["none"], ENGINES, (131, 256)))
 
 
 @pytest.mark.parametrize(
-    ("name", "intervention", "engine", "n_ctx"),
-    sampled(SHORT + LONG, enumerate),
+    ("name", "intervention", "engine", "n_ctx"), sampled(SHORT + LONG, enumerate)
 )
 def test_short_and_long_sequences(
     shelf: Shelf, name: str, intervention: str, engine: str, n_ctx: int
