@@ -238,18 +238,12 @@ def disagreements(
     """
     if measured.shape != expected.shape:
         return f"is {measured.shape}, expected {expected.shape}"
-    undefined = np.isnan(measured) != np.isnan(expected)
-    if undefined.any():
-        place = tuple(np.argwhere(undefined)[0].tolist())
-        return (
-            f"at {place} is {measured[place]}, expected {expected[place]} "
-            f"({undefined.sum()} of {undefined.size} places)"
-        )
     sizes = np.nan_to_num(np.abs(expected))
     if listed:
         sizes = sizes.max(-1, keepdims=True)
     scale = 1.0 if absolute else np.maximum(1, sizes)
     difference = np.nan_to_num(np.abs(measured - expected) / scale)
+    difference[np.isnan(measured) != np.isnan(expected)] = np.inf
     if difference.max(initial=0) <= tolerance:
         return None
     place = tuple(int(i) for i in np.unravel_index(difference.argmax(), difference.shape))

@@ -15,7 +15,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.histogram_bins import Axis
 from headcount.workers.measurements.rollups import rolled_up
-from tests.toys.toy_runs import Cell, Row, local, write_run
+from tests.toys.toy_runs import Cell, Row, copy_of, local, write_run
 
 PARTS = ("ArXiv", None, "Github")
 LEVELS = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
@@ -145,13 +145,18 @@ def check_all(database: RunDatabase) -> None:
     check_quantiles(database)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Five shards of eight sequences under two interventions."""
     return write_run(
-        tmp_path, "a-1", random_columns(), sequences=40, per_shard=8, pile_sets=PARTS,
-        interventions=("none", "zero_query_bias"),
+        tmp_path_factory.mktemp("runs"), "a-1", random_columns(), sequences=40, per_shard=8,
+        pile_sets=PARTS, interventions=("none", "zero_query_bias"),
     )  # fmt: skip
+
+
+@pytest.fixture
+def run(written: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copy_of(written, tmp_path)
 
 
 def test_views_say_what_the_rows_say_before_and_after_shards_are_merged(run: RunDirectory) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from torch import Tensor
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
-from headcount.schemas.scans.scan import Input
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (
@@ -36,10 +34,8 @@ from headcount.workers.interventions.sinks import keep_heavy_keys
 from headcount.workers.model.files.loading import load_model
 from headcount.workers.model.files.model_info import describe
 from headcount.workers.model.model import Model
-from headcount.workers.replica import InterventionMeasurements, Replica
+from headcount.workers.replica import InterventionMeasurements
 from tests.toys import toy_models as toy
-from tests.toys.runs_here import measure_here
-from tests.toys.toy_runs import data_file, local
 
 TOKENS = toy.repeating_tokens(13, batch=5)
 PARTNER = (TOKENS * 7 + 1) % toy.D_VOCAB
@@ -353,29 +349,6 @@ def test_the_partner_of_a_layout_is_its_twin(family: str, other: str) -> None:
     np.testing.assert_array_equal(twin.partner, layout.tokens)
     # BOS A X1 X2 B C X1 X2 D A X1 X2: they differ in the last A alone.
     assert (layout.tokens != twin.tokens).nonzero()[1].tolist() == [9] * 4
-
-
-def test_a_scan_writes_what_its_patches_change(tmp_path: Path) -> None:
-    fields = {
-        "model": "bundled:attn-only-2l-mini", "out": str(tmp_path), "n_ctx": 9, "sequences": 6,
-        "sequences_per_shard": 4, "input": {"family": "ngram_corrupt"},
-        "interventions": ["none", "patch_head(0,7)"], "statistics": ["head_output_norm"],
-    }  # fmt: skip
-    plan = measure_here(fields)
-    clean_scan = plan.scan.model_copy(update={"input": Input(family="ngram_overlap")})
-    plain, patched = (
-        # Rows are in the order layer, sequence, head.
-        pq.read_table(local(data_file(plan.run, "heads", str(name), 1)))["head_output_norm"]
-        .to_numpy()
-        .reshape(2, -1, 8)
-        for name in plan.scan.interventions
-    )
-    clean = Sequences(clean_scan, plan.info).shard(1)
-    partner = Replica(plan.info, plan.scan, "cpu").measure(clean.tokens)
-    norms = partner.heads["head_output_norm"]
-    np.testing.assert_allclose(patched[0, :, 7], norms[:, 0, 7], rtol=1e-6)
-    np.testing.assert_array_equal(patched[0, :, :7], plain[0, :, :7])
-    assert (np.abs(patched[1] - plain[1]).max(-1) > 1e-3).all()
 
 
 # Undefined queries and keys

@@ -25,7 +25,7 @@ from tests.tools.pairwise import sampled
 from tests.toys.toy_models import CONFIGS, D_VOCAB
 
 TOKENS = torch.randint(D_VOCAB, (3, 12), generator=torch.Generator().manual_seed(1))
-FAMILIES = {"gpt2": "gpt2", "gpt_neox": "neox", "llama": "llama-gqa", "qwen2": "qwen2"}
+FAMILIES = {"gpt2": "gpt2", "gpt_neox": "neox", "llama": "llama-gqa"}
 ENGINES = ("fused", "dense")
 FEW = ["sink_mass", "entropy", "value_norm", "head_result_norm", "sink_value_result_norm"]
 
