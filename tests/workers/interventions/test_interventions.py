@@ -119,7 +119,6 @@ legacy|zero_mlp(0)|no mlp_out for zero_mlp to change
 legacy|zero_mlps|no mlp_out for zero_mlps to change
 gpt2|keep_window(1,0)+mask_keys|hides every key from query 1; leave each query a key
 gpt2|mask_keys(1,39)+mask_keys|hides every key from query 1; leave each query a key
-mistral|mask_keys(1,6)|hides every key from query 6; leave each query a key
 mistral|head_to_first(0,3)|layer 0 do not see: they see 6 keys; leave the laye
 gpt2|patch_head(1,2)|partner sequences, and none are given
 gpt2|ideal_backcopy(0,1)|reads which tokens are labelled, and no labels are given
