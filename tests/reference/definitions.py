@@ -31,6 +31,8 @@ class Head:
     """The label of every position, "" if it has none."""
     A: Matrix
     """A[q][k], the attention pattern as changed."""
+    pattern: Array
+    """The same as an array, for sums over many of its entries."""
     S: Matrix
     """S[q][k], the score as changed; NaN where a change hides the key."""
     q: Array
@@ -107,7 +109,7 @@ class Head:
     @cached_property
     def mean_received(self) -> list[float]:
         """What each key receives of the queries that see it, on average."""
-        return [mean(self.A[q][k] for q in self.queries_of(k)) for k in range(self.T)]
+        return [float(self.pattern[k : k + self.window, k].mean()) for k in range(self.T)]
 
     @cached_property
     def late_0(self) -> list[int]:
@@ -442,9 +444,7 @@ STATISTIC_DEFINITIONS |= {
     "entropy_normalised_late": lambda h: mean(
         h.H[q] / math.log(min(q + 1, h.window)) for q in h.late if h.T >= 2
     ),
-    "mean_distance": lambda h: mean(
-        sum(a * (q - k) for k, a in enumerate(h.A[q])) for q in range(h.T)
-    ),
+    "mean_distance": lambda h: mean(float(h.pattern[q] @ (q - np.arange(h.T))) for q in range(h.T)),
 }
 
 
@@ -466,7 +466,7 @@ def second_moment(queries: Array) -> list[float]:
 
 PROFILE_DEFINITIONS: dict[str, Callable[[Head], list[float]]] = {
     "attention_by_lag": lambda h: [
-        mean(h.A[q][q - d] for q in range(d, h.T) if d < h.window) for d in range(h.T)
+        float(h.pattern.diagonal(-d).mean()) if d < h.window else math.nan for d in range(h.T)
     ],
     "attention_received_by_key": lambda h: h.mean_received,
     "sink_attention_by_query": lambda h: [
@@ -489,9 +489,9 @@ PROFILE_DEFINITIONS: dict[str, Callable[[Head], list[float]]] = {
     "score_shift_lead_by_key": lambda h: [d - min(h.delta) for d in h.delta],
     "last_score_by_key": lambda h: h.S[-1],
     "score_by_pair": lambda h: [h.S[q][k] for q in range(h.T) for k in range(q + 1)],
-    "tail_attention_by_key": lambda h: [mean(h.A[q][k] for q in h.tail) for k in range(h.T)],
+    "tail_attention_by_key": lambda h: h.pattern[-64:].mean(0).tolist(),
     "tail_attention_by_lag": lambda h: [
-        sum(h.A[q][q - d] for q in h.tail if q >= d) / len(h.tail) for d in range(h.T)
+        float(h.pattern.diagonal(-d)[-64:].sum()) / len(h.tail) for d in range(h.T)
     ],
     "column_diagonal_attention_by_candidate": lambda h: [
         share_of_lines(h, *counts) for counts in ((30, 2048), (100, 1800), (500, 1500), (3000, 200))
@@ -652,6 +652,7 @@ def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
             [
                 Head(
                     A=seen.pattern[head].tolist(),
+                    pattern=seen.pattern[head],
                     S=scores[head].tolist(),
                     **{name: values[head] for name, values in by_head.items()},
                     **of_layer,
@@ -664,11 +665,11 @@ def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
 
 def uniform(head: Head) -> Head:
     """The same head, if it attended to all keys that it sees alike."""
-    row = [
+    rows = [
         [1 / min(q + 1, head.window) if head.sees(q, k) else 0.0 for k in range(head.T)]
         for q in range(head.T)
     ]
-    return replace(head, A=row)
+    return replace(head, A=rows, pattern=np.array(rows))
 
 
 @dataclass(frozen=True)

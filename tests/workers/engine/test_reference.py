@@ -167,7 +167,7 @@ class Shelf:
         return read_weights(self.path(name))
 
     def replica(self, name: str, engine: str, precision: str = "float32") -> Replica:
-        n_ctx = 256 if name == "gpt2-long" else N_CTX
+        n_ctx = 131 if name == "gpt2-long" else N_CTX
         curves = [p for p in toy.FORWARD_PROFILES if PROFILES[p].axis != "pair"]
         return self.models.replica(
             name, engine, n_ctx=n_ctx, precision=precision, statistics=ASKED,
@@ -429,7 +429,7 @@ def test_every_column_under_every_intervention(
 
 
 SHORT = list(product(("gpt2", "llama-gqa"), ("none", "mask_keys"), ENGINES, (1, 2, 3, 4, 16)))
-LONG = list(product(["gpt2-long"], ["none"], ENGINES, (131, 256)))
+LONG = list(product(["gpt2-long"], ["none"], ENGINES, (131,)))
 """Several tiles of queries, and more keys than there are last queries in any definition."""
 
 
