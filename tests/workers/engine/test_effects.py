@@ -37,6 +37,8 @@ GRADIENTS = ("gradient_norm", "gradient_sink_share")
 EFFECTS = [column for column in DEFINITIONS if column not in GRADIENTS]
 FAMILIES = ("gpt2", "llama-gqa", "qwen3", "gemma2-low-caps", "gpt-oss-window-6", "granite")
 TOLERANCES = {"float64": 1e-5, "float32": 1e-3}
+PRECISIONS = {"gpt2": ("float64", "float32"), "gpt-oss-window-6": ("float32",)}
+"""Models that are not measured in float64 alone: transformers cannot run experts in it."""
 OF_FLOAT32_NORMS = 1e-4
 """Of models whose library rotates and norms in float32, whatever their format is: of 1e-4 nats."""
 
@@ -82,10 +84,8 @@ class Shelf:
         ours, partners = tokens_of(n_ctx)[:sequences], tokens_of(n_ctx)[2:]
         expected = recompute_effects(self.weights(name), ours, columns, intervention, partners)
         floor = 0 if name.startswith("gpt2") else OF_FLOAT32_NORMS
-        for precision, tolerance in TOLERANCES.items():
-            # transformers cannot run experts in float64.
-            if (name, precision) == ("gpt-oss-window-6", "float64"):
-                continue
+        for precision in PRECISIONS.get(name, ("float64",)):
+            tolerance = TOLERANCES[precision]
             measured = self.measured(name, intervention, n_ctx, precision).heads
             for column, values in expected.items():
                 of_layers = np.nan_to_num(np.abs(values)).max(2, keepdims=True)
@@ -230,7 +230,7 @@ def test_parts_of_the_logit(shelf: Shelf, name: str) -> None:
     runs = [forward(shelf.weights(name), row) for row in tokens_of(12)[:2].tolist()]
     layers = range(len(runs[0].layers))
     expected = [[direct_logit_of_parts(run, layer) for layer in layers] for run in runs]
-    measured = shelf.measured(name, "none", 12, "float32")
+    measured = shelf.measured(name, "none", 12, PRECISIONS.get(name, ("float64",))[-1])
     moments = measured.tables["profiles"]["direct_logit_of_parts"]
     np.testing.assert_allclose(moments[1], np.mean(expected, 0), atol=1e-5)
 

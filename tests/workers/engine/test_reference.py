@@ -445,8 +445,7 @@ def test_short_and_long_sequences(
 
 
 @pytest.mark.parametrize(("name", "intervention"), [
-    ("gpt2", "none"), ("gpt2", "patch_head(0,2)"),
-    ("llama-mini", "stream_other_heads(2,4,L1H0,L1H1)"),
+    ("gpt2", "patch_head(0,2)"), ("llama-gqa", "stream_other_heads(2,4,L1H0,L1H1)"),
 ])  # fmt: skip
 def test_float64_leaves_no_more_than_the_rounding_of_what_is_stored(
     shelf: Shelf, name: str, intervention: str
