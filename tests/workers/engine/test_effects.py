@@ -72,7 +72,8 @@ class Shelf:
         return forward(self.weights(name), tokens_of(12)[0].tolist())
 
     def measured(self, name: str, intervention: str, n_ctx: int, precision: str) -> Any:
-        fields = {"statistics": STATISTICS, "profiles": ["direct_logit_of_parts"]}
+        fields: dict[str, Any] = {"statistics": STATISTICS}
+        fields["profiles"] = ["direct_logit_of_parts"]
         replica = self.models.replica(name, precision=precision, n_ctx=n_ctx, **fields)
         tokens = tokens_of(n_ctx)
         return replica.measure(tokens[:2], intervention, partner=tokens[2:])
