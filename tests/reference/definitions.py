@@ -31,6 +31,8 @@ class Head:
     """The label of every position, "" if it has none."""
     A: Matrix
     """A[q][k], the attention pattern as changed."""
+    pattern: Array
+    """The same as an array, for sums over many of its entries."""
     S: Matrix
     """S[q][k], the score as changed; NaN where a change hides the key."""
     q: Array
@@ -59,11 +61,11 @@ class Head:
     run: Run
     layer: int
 
-    @property
+    @cached_property
     def T(self) -> int:
         return len(self.t)
 
-    @property
+    @cached_property
     def N(self) -> int:
         return self.T // 2
 
@@ -86,9 +88,15 @@ class Head:
         """The positions with a label."""
         return [position for position in range(self.T) if self.labels[position] == label]
 
-    def copies(self, q: int) -> list[int]:
-        """Earlier positions with the token of a query."""
-        return [j for j in range(q) if self.t[j] == self.t[q]]
+    @cached_property
+    def copies(self) -> list[list[int]]:
+        """Earlier positions with the token of each query."""
+        return [[j for j in range(q) if self.t[j] == self.t[q]] for q in range(self.T)]
+
+    @cached_property
+    def tail(self) -> range:
+        """The last 64 queries."""
+        return range(max(0, self.T - 64), self.T)
 
     def sees(self, q: int, k: int) -> bool:
         """Whether a query sees a key."""
@@ -101,7 +109,7 @@ class Head:
     @cached_property
     def mean_received(self) -> list[float]:
         """What each key receives of the queries that see it, on average."""
-        return [mean(self.A[q][k] for q in self.queries_of(k)) for k in range(self.T)]
+        return [float(self.pattern[k : k + self.window, k].mean()) for k in range(self.T)]
 
     @cached_property
     def late_0(self) -> list[int]:
@@ -131,17 +139,21 @@ def length(x: Array) -> float:
     return math.sqrt(float(x @ x))
 
 
+def lengths(rows: Array) -> list[float]:
+    return np.sqrt((rows * rows).sum(-1)).tolist()
+
+
 def cosine(x: Array, y: Array) -> float:
     """NaN where one of them is zero."""
-    lengths = length(x) * length(y)
-    return float(x @ y) / lengths if lengths > 0 else math.nan
+    product = length(x) * length(y)
+    return float(x @ y) / product if product > 0 else math.nan
 
 
 def cosines(x: Array, others: Array) -> list[float]:
     """The cosines of a vector and of each of the others, at once."""
-    lengths = length(x) * np.sqrt((others * others).sum(-1))
+    sizes = length(x) * np.sqrt((others * others).sum(-1))
     products = others @ x
-    return np.where(lengths > 0, products / np.where(lengths > 0, lengths, 1), np.nan).tolist()
+    return np.where(sizes > 0, products / np.where(sizes > 0, sizes, 1), np.nan).tolist()
 
 
 def first_share(scores: Sequence[float]) -> float:
@@ -288,9 +300,9 @@ STATISTIC_DEFINITIONS |= {
         h.A[q][q - h.N] for q in range(h.T - h.N, h.T) if h.repeats and h.window > h.N
     ),
     "head_output_norm_last": lambda h: length(h.z[-1]),
-    "head_result_norm": lambda h: mean(length(z @ h.W_O) for z in h.z),
+    "head_result_norm": lambda h: mean(lengths(h.z @ h.W_O)),
     "head_result_norm_last": lambda h: length(h.z[-1] @ h.W_O),
-    "value_result_norm": lambda h: mean(length(v @ h.W_O) for v in h.v),
+    "value_result_norm": lambda h: mean(lengths(h.v @ h.W_O)),
     "sink_value_result_norm": lambda h: length(h.v[0] @ h.W_O),
 }
 
@@ -345,7 +357,7 @@ STATISTIC_DEFINITIONS |= {
 
 def matched_mass(h: Head, shift: int) -> float:
     """The mass on earlier copies of the token, or on the keys that follow them."""
-    seen = {q: [j + shift for j in h.copies(q) if h.sees(q, j + shift)] for q in range(h.T)}
+    seen = {q: [j + shift for j in h.copies[q] if h.sees(q, j + shift)] for q in range(h.T)}
     return mean(sum(h.A[q][k] for k in keys) for q, keys in seen.items() if keys)
 
 
@@ -355,26 +367,26 @@ STATISTIC_DEFINITIONS |= {
     "self_attention": lambda h: mean(h.A[q][q] for q in range(h.T)),
     "induction_score": lambda h: matched_mass(h, 1),
     "duplicate_score": lambda h: matched_mass(h, 0),
-    "match_coverage": lambda h: mean(float(bool(h.copies(q))) for q in range(h.T)),
-    "match_count": lambda h: mean(len(h.copies(q)) for q in range(h.T)),
+    "match_coverage": lambda h: mean(float(bool(h.copies[q])) for q in range(h.T)),
+    "match_count": lambda h: mean(len(h.copies[q]) for q in range(h.T)),
 }
 
 
 # Norms, residual stream
 STATISTIC_DEFINITIONS |= {
-    "value_norm": lambda h: mean(length(x) for x in h.v),
+    "value_norm": lambda h: mean(lengths(h.v)),
     "sink_value_norm": lambda h: length(h.v[0]),
-    "key_norm": lambda h: mean(length(x) for x in h.k),
+    "key_norm": lambda h: mean(lengths(h.k)),
     "sink_key_norm": lambda h: length(h.k[0]),
-    "query_norm": lambda h: mean(length(x) for x in h.q),
-    "head_output_norm": lambda h: mean(length(x) for x in h.z),
-    "resid_pre_norm": lambda h: mean(length(x) for x in h.resid_pre),
+    "query_norm": lambda h: mean(lengths(h.q)),
+    "head_output_norm": lambda h: mean(lengths(h.z)),
+    "resid_pre_norm": lambda h: mean(lengths(h.resid_pre)),
     "sink_resid_pre_norm": lambda h: length(h.resid_pre[0]),
-    "resid_post_norm": lambda h: mean(length(x) for x in h.resid_post),
+    "resid_post_norm": lambda h: mean(lengths(h.resid_post)),
     "sink_resid_post_norm": lambda h: length(h.resid_post[0]),
-    "query_absmax": lambda h: max(abs(x) for x in h.q_rotated.flatten().tolist()),
-    "key_absmax": lambda h: max(abs(x) for x in h.k_rotated.flatten().tolist()),
-    "value_absmax": lambda h: max(abs(x) for x in h.v.flatten().tolist()),
+    "query_absmax": lambda h: float(np.abs(h.q_rotated).max()),
+    "key_absmax": lambda h: float(np.abs(h.k_rotated).max()),
+    "value_absmax": lambda h: float(np.abs(h.v).max()),
     "resid_post_spread": lambda h: math.sqrt(spread(h.resid_post) / h.T),
     "value_spread": lambda h: math.sqrt(spread(h.v) / h.T),
 }
@@ -382,8 +394,7 @@ STATISTIC_DEFINITIONS |= {
 
 def spread(rows: Array) -> float:
     """Σ_k ‖row[k] - mean‖²."""
-    centre = sum(rows) / len(rows)
-    return float(sum((row - centre) @ (row - centre) for row in rows))
+    return float(((rows - rows.mean(0)) ** 2).sum())
 
 
 @statistic
@@ -433,9 +444,7 @@ STATISTIC_DEFINITIONS |= {
     "entropy_normalised_late": lambda h: mean(
         h.H[q] / math.log(min(q + 1, h.window)) for q in h.late if h.T >= 2
     ),
-    "mean_distance": lambda h: mean(
-        sum(a * (q - k) for k, a in enumerate(h.A[q])) for q in range(h.T)
-    ),
+    "mean_distance": lambda h: mean(float(h.pattern[q] @ (q - np.arange(h.T))) for q in range(h.T)),
 }
 
 
@@ -455,14 +464,9 @@ def second_moment(queries: Array) -> list[float]:
     return [float(components[i] @ components[j]) / n for i in range(d) for j in range(i, d)]
 
 
-def tail(h: Head) -> range:
-    """The last 64 queries."""
-    return range(max(0, h.T - 64), h.T)
-
-
 PROFILE_DEFINITIONS: dict[str, Callable[[Head], list[float]]] = {
     "attention_by_lag": lambda h: [
-        mean(h.A[q][q - d] for q in range(d, h.T) if d < h.window) for d in range(h.T)
+        float(h.pattern.diagonal(-d).mean()) if d < h.window else math.nan for d in range(h.T)
     ],
     "attention_received_by_key": lambda h: h.mean_received,
     "sink_attention_by_query": lambda h: [
@@ -474,27 +478,27 @@ PROFILE_DEFINITIONS: dict[str, Callable[[Head], list[float]]] = {
     "attention_by_pair": lambda h: [
         h.A[q][k] if h.sees(q, k) else math.nan for q in range(h.T) for k in range(q + 1)
     ],
-    "value_norm_by_key": lambda h: [length(x) for x in h.v],
-    "value_result_norm_by_key": lambda h: [length(x @ h.W_O) for x in h.v],
-    "key_norm_by_key": lambda h: [length(x) for x in h.k],
-    "query_norm_by_query": lambda h: [length(x) for x in h.q],
-    "head_output_norm_by_query": lambda h: [length(x) for x in h.z],
-    "resid_pre_norm_by_key": lambda h: [length(x) for x in h.resid_pre],
-    "resid_post_norm_by_key": lambda h: [length(x) for x in h.resid_post],
+    "value_norm_by_key": lambda h: lengths(h.v),
+    "value_result_norm_by_key": lambda h: lengths(h.v @ h.W_O),
+    "key_norm_by_key": lambda h: lengths(h.k),
+    "query_norm_by_query": lambda h: lengths(h.q),
+    "head_output_norm_by_query": lambda h: lengths(h.z),
+    "resid_pre_norm_by_key": lambda h: lengths(h.resid_pre),
+    "resid_post_norm_by_key": lambda h: lengths(h.resid_post),
     "score_shift_by_key": lambda h: h.delta,
     "score_shift_lead_by_key": lambda h: [d - min(h.delta) for d in h.delta],
     "last_score_by_key": lambda h: h.S[-1],
     "score_by_pair": lambda h: [h.S[q][k] for q in range(h.T) for k in range(q + 1)],
-    "tail_attention_by_key": lambda h: [mean(h.A[q][k] for q in tail(h)) for k in range(h.T)],
+    "tail_attention_by_key": lambda h: h.pattern[-64:].mean(0).tolist(),
     "tail_attention_by_lag": lambda h: [
-        sum(h.A[q][q - d] for q in tail(h) if q >= d) / len(tail(h)) for d in range(h.T)
+        float(h.pattern.diagonal(-d)[-64:].sum()) / len(h.tail) for d in range(h.T)
     ],
     "column_diagonal_attention_by_candidate": lambda h: [
         share_of_lines(h, *counts) for counts in ((30, 2048), (100, 1800), (500, 1500), (3000, 200))
     ],
-    "query_mean": lambda h: [mean(map(float, component)) for component in later(h.q).T],
+    "query_mean": lambda h: later(h.q).mean(0).tolist(),
     "query_second_moment": lambda h: second_moment(later(h.q)),
-    "rotated_query_mean": lambda h: [mean(map(float, component)) for component in h.q_rotated.T],
+    "rotated_query_mean": lambda h: h.q_rotated.mean(0).tolist(),
     "rotated_query_second_moment": lambda h: second_moment(h.q_rotated),
     "sink_resid_post_by_dimension": lambda h: h.resid_post[0].tolist(),
 }
@@ -504,7 +508,7 @@ PROFILES_OF_FIXED_POSITIONS = ("score_shift_by_key", "score_shift_lead_by_key")
 
 def share_of_lines(h: Head, n_columns: int, n_diagonals: int) -> float:
     """The share of the last queries' attention in the heaviest columns and diagonals."""
-    pairs = [(q, k) for q in tail(h) for k in range(q + 1)]
+    pairs = [(q, k) for q in h.tail for k in range(q + 1)]
     columns, diagonals = [0.0] * h.T, [0.0] * h.T
     for q, k in pairs:
         columns[k] += h.A[q][k]
@@ -519,7 +523,7 @@ def share_of_lines(h: Head, n_columns: int, n_diagonals: int) -> float:
         return {*range(first), *(k for k in range(first, h.T) if masses[k] >= least)}
 
     C, D = heaviest(columns, n_columns, 30), heaviest(diagonals, n_diagonals, 100)
-    return sum(h.A[q][k] for q, k in pairs if k in C or q - k in D) / len(tail(h))
+    return sum(h.A[q][k] for q, k in pairs if k in C or q - k in D) / len(h.tail)
 
 
 # Predictions
@@ -648,6 +652,7 @@ def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
             [
                 Head(
                     A=seen.pattern[head].tolist(),
+                    pattern=seen.pattern[head],
                     S=scores[head].tolist(),
                     **{name: values[head] for name, values in by_head.items()},
                     **of_layer,
@@ -660,11 +665,11 @@ def heads_of(run: Run, labels: Sequence[str]) -> list[list[Head]]:
 
 def uniform(head: Head) -> Head:
     """The same head, if it attended to all keys that it sees alike."""
-    row = [
+    rows = [
         [1 / min(q + 1, head.window) if head.sees(q, k) else 0.0 for k in range(head.T)]
         for q in range(head.T)
     ]
-    return replace(head, A=row)
+    return replace(head, A=rows, pattern=np.array(rows))
 
 
 @dataclass(frozen=True)

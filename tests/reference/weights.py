@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 Array = np.ndarray
 
@@ -166,28 +167,10 @@ def read_weights(path: Path) -> Weights:
 
 
 def read_tensors(path: Path) -> dict[str, Array]:
-    files = sorted(path.glob("*.safetensors"))
-    if files:
-        return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
-    (file,) = path.glob("*final.pth")
-    stored = torch.load(file, "cpu", weights_only=True)
+    (file,) = (*path.glob("*.safetensors"), *path.glob("*final.pth"))
+    is_old = file.suffix == ".pth"
+    stored = torch.load(file, "cpu", weights_only=True) if is_old else load_file(file)
     return {name: tensor.double().numpy() for name, tensor in stored.items()}
-
-
-def read_safetensors(file: Path) -> dict[str, Array]:
-    """The tensors of a file: the length of a JSON header, the header, then the numbers."""
-    content = file.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    tensors: dict[str, Array] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        assert entry["dtype"] == "F32", f"{file}: {name} is {entry['dtype']}"
-        first, last = entry["data_offsets"]
-        numbers = np.frombuffer(content[start + first : start + last], dtype="<f4")
-        tensors[name] = numbers.reshape(entry["shape"]).astype(np.float64)
-    return tensors
 
 
 Three = tuple[Sequence[Array], Sequence[Array | None]]

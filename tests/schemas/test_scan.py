@@ -1,11 +1,16 @@
-"""Scan files: what they mean, and what the fingerprint depends on. Wrong ones: `tests/misuse`."""
+"""Scan files: what they mean, and what the fingerprint depends on; kinds of measurement and tables,
+and what is derived from the two lists. Wrong files: `tests/misuse`.
+"""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headcount.schemas.scans.kinds import KINDS, TABLES, table_schema
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
+from headcount.schemas.statistics import STATISTICS
 from tests.toys import toy_models as toy
 
 MINIMAL = {"model": "toy", "n_ctx": 8, "input": {"family": "pile"}, "sequences": 3}
@@ -84,3 +89,29 @@ def test_the_fingerprint_does_not_depend_on_how_and_how_much_is_measured_nor_on_
 def test_parse_scan_takes_what_it_writes():
     scan = toy.toy_scan(statistics=["standard", "distant_mass(2,3)"])
     assert parse_scan(scan.model_dump(mode="json", exclude_none=True)) == scan
+
+
+# Kinds and tables
+
+
+def test_every_field_is_of_one_kind_and_every_table_is_filled():
+    fields = [kind.field for kind in KINDS]
+    assert len(set(fields)) == len(fields)
+    assert [field for field in Scan.model_fields if field in fields] == fields
+    for table in TABLES.values():
+        assert set(table.order) <= set(table.own), table.name
+
+
+def test_no_two_columns_of_a_table_have_one_name():
+    formulas_by_field = {kind.field: list(kind.values()) for kind in KINDS}
+    for table in TABLES.values():
+        names = table_schema(table, formulas_by_field).names
+        assert len(set(names)) == len(names), table.name
+
+
+def test_a_scan_is_the_same_after_ray_has_pickled_it():
+    scan = toy.toy_scan(curves=["value_norm_by_key"])
+    assert pickle.loads(pickle.dumps(scan)) == scan
+    assert [kind.field for kind in scan.kinds()] == ["statistics", "curves"]
+    assert [kind.field for kind in scan.kinds("from the weights")] == []
+    assert [f.name for f in scan.formulas(STATISTICS)] == toy.FORWARD_STATISTICS

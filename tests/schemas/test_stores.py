@@ -400,9 +400,9 @@ class PacedReplica(ToyReplica):
 
 
 def test_two_drivers_of_a_run_share_its_shards(store: S3Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 8)
-    monkeypatch.setattr("headcount.jobs.run.shards.LOOK_SECONDS", 0.2)
-    plan = small_plan("shared", sequences=60)
+    monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 4)
+    monkeypatch.setattr("headcount.jobs.run.shards.LOOK_SECONDS", 0.1)
+    plan = small_plan("shared", sequences=30)
     store.clear()
 
     def drive() -> list[Commit | Failure]:
@@ -413,10 +413,10 @@ def test_two_drivers_of_a_run_share_its_shards(store: S3Server, monkeypatch: pyt
     with ThreadPoolExecutor(2) as pool:
         drivers = [pool.submit(drive) for _ in range(2)]
         outcomes = [driver.result() for driver in drivers]
-    assert done_shards(plan) == list(range(60))
+    assert done_shards(plan) == list(range(30))
     assert check_run(plan.run).damaged == []
     puts = [request for request in store.requests() if request.method == "PUT"]
-    assert 60 <= sum("/heads/" in request.path for request in puts) <= 1.2 * 60
+    assert 30 <= sum("/heads/" in request.path for request in puts) <= 1.2 * 30
     assert all(isinstance(outcome, Commit) for each in outcomes for outcome in each)
 
 

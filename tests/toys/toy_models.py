@@ -76,11 +76,7 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def legacy_state(
-    n_layers: int = 2,
-    n_heads: int = 4,
-    d_head: int = 8,
-    n_ctx: int = N_CTX,
-    d_vocab: int = D_VOCAB,
+    n_layers: int = 2, n_heads: int = 4, d_head: int = 8, n_ctx: int = N_CTX, d_vocab: int = D_VOCAB
 ) -> dict[str, torch.Tensor]:
     """Weights of a model, named and shaped as in old TransformerLens checkpoints."""
     generator = torch.Generator().manual_seed(0)
@@ -161,21 +157,17 @@ def save_byte_model(path: Path) -> Path:
 
 GQA = {"num_key_value_heads": 2}
 GEMMA2 = {"head_dim": 8, "sliding_window": 64, **GQA}
-GPT_OSS = {
-    "head_dim": 8,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    **GQA,
-}
+GPT_OSS = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **GQA}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: gpt2(),
+    "gpt2-two-layers": lambda: gpt2(n_layer=2),
     "gpt2-inverse-layer": lambda: gpt2(scale_attn_by_inverse_layer_idx=True),
     "gpt2-reordered": lambda: gpt2(reorder_and_upcast_attn=True),
     "gpt2-long": lambda: gpt2(n_positions=256, n_layer=1, n_embd=16, n_head=2),
     "llama": lambda: family("LlamaConfig"),
     "llama-gqa": lambda: family("LlamaConfig", **GQA),
     "llama-wide-heads": lambda: family("LlamaConfig", head_dim=12),
-    "mistral": lambda: family("MistralConfig", sliding_window=None, **GQA),
     "mistral-window-20": lambda: family("MistralConfig", sliding_window=20, **GQA),
     "neox": lambda: family("GPTNeoXConfig"),
     "neox-serial": lambda: family("GPTNeoXConfig", use_parallel_residual=False),
@@ -326,22 +318,18 @@ class TextReplica(Replica):
         return super().measure(tokens, intervention, labels, partner)
 
 
-def replica(path: Path, **changes: Any) -> TextReplica:
-    """A replica of a model on one CPU core."""
+load_once = cache(load_model)
+
+
+def replica(path: Path, load: Any = load_once, **changes: Any) -> TextReplica:
+    """A replica of a model on one CPU core. Who changes the model has it loaded by `load_model`."""
     scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
-    return TextReplica(describe(path), scan, "cpu")
+    return TextReplica(describe(path), scan, "cpu", load)
 
 
 def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
-    """Measure tokens `[sequence pos]` with a model, which is loaded once however often it is asked.
-
-    Nobody else gets hold of the loaded model, so nobody changes it.
-    """
-    scan = toy_scan(model=str(path), **{"n_ctx": N_CTX} | changes)
-    return TextReplica(describe(path), scan, "cpu", _load_once).measure(tokens)
-
-
-_load_once = cache(load_model)
+    """Measure tokens `[sequence pos]` with a model."""
+    return replica(path, **changes).measure(tokens)
 
 
 def repeating_tokens(n_ctx: int, batch: int = 1, distinct: int = 7) -> np.ndarray:

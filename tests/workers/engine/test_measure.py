@@ -91,7 +91,10 @@ def test_bundled_models_show_what_their_cards_say(model: str) -> None:
 
     def measure(**options: Any) -> dict[str, np.ndarray]:
         fields = {"model": f"bundled:{model}", "n_ctx": 51, "sequences": 64, "seed": 7}
-        scan = toy.toy_scan(**fields, input=options | ids | {"distinct": True})
+        columns = ["previous_token_score", "induction_score"]
+        columns += ["sink_mass", "value_norm", "sink_value_norm"]
+        family = options | ids | {"distinct": True}
+        scan = toy.toy_scan(**fields, statistics=columns, input=family)
         measured = Replica(info, scan).measure(Sequences(scan, info).shard(0).tokens)
         return {name: values.mean(0) for name, values in measured.heads.items()}
 

@@ -118,7 +118,7 @@ def test_weights_are_split_once_and_again_after_a_change(
     two_halves = number_formats._two_halves
     monkeypatch.setattr(number_formats, "_two_halves", counting)
     for name, linears_of_layer in (("gpt2", 4), ("llama-gqa", 7)):
-        replica = toy.replica(shelf.path(name), precision="float16x2_linears")
+        replica = toy.replica(shelf.path(name), toy.load_model, precision="float16x2_linears")
         tokens = toy.repeating_tokens(20, batch=2)
         before = replica.measure(tokens)
         again = replica.measure(tokens)

@@ -15,7 +15,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.histogram_bins import Axis
 from headcount.workers.measurements.rollups import rolled_up
-from tests.toys.toy_runs import Cell, Row, local, write_run
+from tests.toys.toy_runs import Cell, Row, copy_of, local, write_run
 
 PARTS = ("ArXiv", None, "Github")
 LEVELS = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
@@ -145,13 +145,18 @@ def check_all(database: RunDatabase) -> None:
     check_quantiles(database)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Five shards of eight sequences under two interventions."""
     return write_run(
-        tmp_path, "a-1", random_columns(), sequences=40, per_shard=8, pile_sets=PARTS,
-        interventions=("none", "zero_query_bias"),
+        tmp_path_factory.mktemp("runs"), "a-1", random_columns(), sequences=40, per_shard=8,
+        pile_sets=PARTS, interventions=("none", "zero_query_bias"),
     )  # fmt: skip
+
+
+@pytest.fixture
+def run(written: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copy_of(written, tmp_path)
 
 
 def test_views_say_what_the_rows_say_before_and_after_shards_are_merged(run: RunDirectory) -> None:
@@ -195,12 +200,11 @@ def test_merged_shards_are_answered_without_their_rows(run: RunDirectory) -> Non
     assert database.rows(count) == [(None,)]
 
 
-@pytest.mark.parametrize("is_shortened", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory, is_shortened: bool) -> None:
+def test_damaged_roll_ups_are_answered_from_rows(run: RunDirectory) -> None:
     compact(run, PAIRS)
     file = min(local(run.path).glob("rollups/intervention=none/*.parquet"))
     content = file.read_bytes()
-    file.write_bytes(content[:-1] if is_shortened else content[:4] + bytes(9) + content[13:])
+    file.write_bytes(content[:4] + bytes(9) + content[13:])
     database = open_runs(run.path)
     assert database.rows("SELECT sum(count + undefined) FROM head_summaries WHERE head = 0") == [
         (2 * 40 * 3 * 2,)
@@ -225,7 +229,7 @@ def test_merged_shards_are_left_out_together(tmp_path: Path) -> None:
     (file,) = local(run.path).glob("weights/*/*.parquet")
     file.unlink()
     database = open_runs(run.path)
-    check_all(database)
+    check_summaries(database)
     assert database.rows("SELECT DISTINCT shard FROM heads ORDER BY 1") == [(2,)]
     assert database.rows("SELECT count(*) FROM rollups") == [(3 * 6 * 4,)]
 

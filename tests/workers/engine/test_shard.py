@@ -2,7 +2,6 @@
 it count.
 """
 
-import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -41,11 +40,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return prepared_plan
 
 
-def test_a_commit_says_how_a_shard_was_measured(plan: Plan) -> None:
-    for commit in plan.run.commits():
-        assert [(m.engine, m.precision) for m in commit.methods] == [("fused", "float32")]
-        assert 0 < commit.compute_seconds < commit.seconds
+def test_a_commit_says_how_long_a_shard_took(plan: Plan) -> None:
     first, second = plan.run.commits()
+    assert all(0 < commit.compute_seconds < commit.seconds for commit in (first, second))
     # One replica, one shard after the other: it had nothing to wait for first, and then for the
     # first one's files.
     assert first.idle_seconds == 0
@@ -87,14 +84,6 @@ def test_heads_has_one_row_per_sequence_layer_and_head(plan: Plan) -> None:
     assert table.schema.field("entropy").type == pa.float32()
 
 
-def test_files_say_what_their_columns_mean(plan: Plan) -> None:
-    schema = pq.read_schema(data_file(plan.run, "heads", "none", 0))
-    field = schema.field("sink_mass").metadata
-    assert field[b"unit"] == b"probability"
-    assert field[b"range"] == b"[0, 1]"
-    assert "Σ_{q≥1} A[q,0]" in field[b"description"].decode()
-
-
 def test_undefined_is_null_and_never_zero(plan: Plan) -> None:
     heads = pq.ParquetFile(data_file(plan.run, "heads", "none", 0)).read()
     sequences = pq.ParquetFile(data_file(plan.run, "sequences", "none", 0)).read()
@@ -115,7 +104,6 @@ def test_a_commit_counts_what_was_written(plan: Plan) -> None:
     assert (second.start, second.stop, second.rows, second.tokens) == (3, 5, 32, 10)
     for file in first.files:
         assert (local(plan.run.path) / file.path).stat().st_size == file.bytes
-    assert math.isfinite(first.seconds)
 
 
 def test_an_out_that_is_a_file_is_one_clear_line(tmp_path: Path, plan: Plan) -> None:

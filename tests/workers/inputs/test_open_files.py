@@ -10,7 +10,6 @@ import pandas
 import polars
 import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 import pytest
 
 from tests import ROOT
@@ -90,10 +89,3 @@ def test_what_the_page_warns_of_is_an_error_and_never_a_silent_loss(
     (run,) = Path("runs").glob("run_id=a-*")
     with pytest.raises(pa.ArrowTypeError, match="intervention"):
         ds.dataset(run / "heads", partitioning="hive").to_table()
-
-
-def test_a_single_file_says_what_it_is_of(runs: Path):
-    (file,) = (runs / "runs").glob(f"run_id=a-*/heads/intervention={MASKED}/shard-000001-*.parquet")
-    assert set(pandas.read_parquet(file)["intervention"]) == {MASKED}
-    assert set(polars.read_parquet(file)["run_id"]) == {file.parts[-4].removeprefix("run_id=")}
-    assert pq.read_schema(file).field("run_id").metadata[b"description"]

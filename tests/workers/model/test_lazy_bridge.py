@@ -31,7 +31,7 @@ input.family = "uniform_random"
 
 
 def replica_of(model: Path, **fields: Any) -> Replica:
-    return toy.replica(model, n_ctx=N_CTX, **{"statistics": ["sink_mass"], **fields})
+    return toy.replica(model, load_model, n_ctx=N_CTX, **{"statistics": ["sink_mass"], **fields})
 
 
 def test_a_standard_scan_does_not_import_transformerlens(tmp_path: Path) -> None:

@@ -16,23 +16,25 @@ from headcount.schemas.errors import HeadcountError
 from headcount.workers.replica import Replica
 from tests.toys import model_families, toy_models
 
+Families = Callable[[str], Path]
+
 
 @pytest.fixture(autouse=True)
 def _quiet_libraries() -> None:
     model_families.prepare_libraries()
 
 
-def saved(family: str, folder: Path) -> Path:
-    model: Any = model_families.tiny_model(family)
-    model.save_pretrained(folder / family)
-    return folder / family
-
-
 @pytest.fixture(scope="module")
-def shelf_of_families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
     """Tiny models by family, each saved once."""
     folder = tmp_path_factory.mktemp("models")
-    return cache(lambda family: saved(family, folder))
+
+    def saved(family: str) -> Path:
+        model: Any = model_families.tiny_model(family)
+        model.save_pretrained(folder / family)
+        return folder / family
+
+    return cache(saved)
 
 
 def replica_of(path: Path, change: dict[str, Any]) -> Replica:
@@ -40,17 +42,16 @@ def replica_of(path: Path, change: dict[str, Any]) -> Replica:
     return toy_models.replica(path, **{"n_ctx": 16, "statistics": ["sink_mass"]} | change)
 
 
-def report_of(family: str, folder: Path) -> dict[str, list[str]]:
+def report_of(model: Path) -> dict[str, list[str]]:
     """The texts of a tiny model's report, by their words."""
-    path = saved(family, folder)
     texts: dict[str, list[str]] = {}
-    for word, text in report_model(str(path)):
+    for word, text in report_model(str(model)):
         texts.setdefault(word, []).append(text)
     return texts
 
 
-def test_layers_with_windows_and_sinks_are_told_apart(tmp_path: Path) -> None:
-    report = report_of("gpt_oss", tmp_path)
+def test_layers_with_windows_and_sinks_are_told_apart(families: Families) -> None:
+    report = report_of(families("gpt_oss"))
     assert report["model"] == ["gpt_oss: 2 layers of 4 heads, d_head 8, up to 64 tokens"]
     assert report["engine"] == ["fused, and dense"]
     assert report["attention"] == [
@@ -71,7 +72,7 @@ def test_layers_with_windows_and_sinks_are_told_apart(tmp_path: Path) -> None:
     )
     # As it is when they are measured.
     behind = names.split(", ")
-    replica = replica_of(tmp_path / "gpt_oss", {"statistics": ["all"], "n_ctx": 18})
+    replica = replica_of(families("gpt_oss"), {"statistics": ["all"], "n_ctx": 18})
     tokens = np.random.default_rng(0).integers(64, size=(2, 18)).astype(np.int32)
     measured = replica.measure(tokens)
     first, second = (
@@ -87,8 +88,10 @@ def test_layers_with_windows_and_sinks_are_told_apart(tmp_path: Path) -> None:
     assert np.isnan(measured.sequences["uniform_sink_mass"]).all()
 
 
-def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(tmp_path: Path) -> None:
-    report = report_of("bailing_hybrid", tmp_path)
+def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(
+    families: Families,
+) -> None:
+    report = report_of(families("bailing_hybrid"))
     assert report["engine"][0].startswith("fused alone: TransformerLens has no bridge for Bailing")
     assert report["attention"] == ["layer 0: none, so no rows", "layer 1: scale 0.2887"]
     assert "sink_gate: the layer has no learned sink" in report["NULL"]
@@ -112,10 +115,10 @@ def test_the_command_prints_the_report() -> None:
     ("gpt_oss", {"precision": "float64"}, "…transformers cannot run it in float64 (…"),
 ])  # fmt: skip
 def test_what_a_model_cannot_do_is_refused_with_that_word(
-    shelf_of_families: Callable[[str], Path], family: str, change: dict[str, Any], message: str
+    families: Families, family: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(HeadcountError) as caught:
-        replica_of(shelf_of_families(family), change)
+        replica_of(families(family), change)
     pattern = re.escape(message).replace("…", ".*")
     assert re.fullmatch(pattern, str(caught.value), re.DOTALL), caught.value
 
@@ -126,9 +129,9 @@ def test_what_a_model_cannot_do_is_refused_with_that_word(
     ("qwen3_next", "fused, and dense"),
 ])  # fmt: skip
 def test_the_dense_engine_is_named_where_it_measures(
-    tmp_path: Path, family: str, engine: str
+    families: Families, family: str, engine: str
 ) -> None:
-    report = report_of(family, tmp_path)
+    report = report_of(families(family))
     assert report["engine"][0].startswith(engine)
     is_gated = any("z is changed before W_O" in text for text in report["NULL"])
     assert is_gated == (family == "qwen3_next")
@@ -140,10 +143,10 @@ def test_the_dense_engine_is_named_where_it_measures(
     ("deepseek_v3", True),  # Its keys come from a latent space, and its heads write as others do.
 ])  # fmt: skip
 def test_statistics_of_unknown_weights_are_null(
-    shelf_of_families: Callable[[str], Path], family: str, is_known: bool
+    families: Families, family: str, is_known: bool
 ) -> None:
     columns = ["head_result_norm", "score_shift", "head_output_norm"]
-    replica = replica_of(shelf_of_families(family), {"statistics": columns})
+    replica = replica_of(families(family), {"statistics": columns})
     tokens = np.random.default_rng(0).integers(64, size=(2, 16)).astype(np.int32)
     heads = replica.measure(tokens).heads
     assert np.isfinite(heads["head_result_norm"]).all() == is_known
