@@ -65,6 +65,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def run(*arguments: str | Path) -> tuple[int, list[str]]:
         monkeypatch.setattr(sys, "argv", ["headcount", *map(str, arguments)])
+        # A command may hide pandas from itself, and so from the tests that come after it.
+        monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
         with pytest.raises(SystemExit) as stopped:
             headcount.command_line.main()
         code = stopped.value.code
