@@ -1,13 +1,15 @@
 """The command line in this process, in a folder with models and runs."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headcount.command_line
+from headcount.jobs import endings
+from tests.tools.processes import kept_endings
 from tests.toys import toy_models as toy
 from tests.toys.toy_runs import Cell, write_run
 
@@ -59,14 +61,24 @@ def loaded_model(model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands leave this process as it was."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    # Some hide pandas from themselves.
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    # Each would start a thread that waits for the end of this process, and kills it then.
+    monkeypatch.setattr(endings, "_exit_for_sure", sys.exit)
+    with kept_endings():
+        yield
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `headcount …` in this process: exit code and lines of stderr."""
 
     def run(*arguments: str | Path) -> tuple[int, list[str]]:
         monkeypatch.setattr(sys, "argv", ["headcount", *map(str, arguments)])
-        # A command may hide pandas from itself, and so from the tests that come after it.
-        monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
         with pytest.raises(SystemExit) as stopped:
             headcount.command_line.main()
         code = stopped.value.code

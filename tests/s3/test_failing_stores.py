@@ -142,6 +142,7 @@ def test_a_command_that_waits_for_a_store_ends_at_an_interrupt(
     store.set_rules(Rule({"delay": 60}, "/bucket", count=None))
     command = Command("check", "s3://bucket/runs", environment=os.environ, directory=tmp_path)
     while not store.spent()[0]:
+        assert command.poll() is None
         time.sleep(0.1)
     # Now it waits inside a library, where Python hears no signal.
     command.send_signal(signal.SIGINT)

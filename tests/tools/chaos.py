@@ -35,7 +35,7 @@ from headcount.workers.replica import Replica
 from tests import ROOT
 from tests.s3.s3_server import Action, Rule, S3Server
 from tests.tools.committed_rows import Rows, compare, rows_of
-from tests.tools.processes import MARK, Command, kill, start_fork_server
+from tests.tools.processes import MARK, Command, kept_endings, kill, start_fork_server
 from tests.tools.workers import NODE_OPTIONS, forked_workers, start_cluster
 from tests.toys.runs_here import measured
 
@@ -226,7 +226,8 @@ def strikes_at_write(action: str, point: str, path: str) -> Callable[[World], No
             store.set_rules(Rule(server_action, method="PUT", path=path, count=1))
         else:
             order.touch()
-        while world.driver.poll() is None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while world.driver.poll() is None and time.monotonic() < deadline:
             if store.spent() != [0] if in_store else not order.exists():
                 return
             time.sleep(POLL_SECONDS)
@@ -407,6 +408,7 @@ def open_world(seed: int, replica_class: type[Replica] = Replica) -> Iterator[tu
         # whoever is left behind in the end is found by the mark.
         orders = {"PYTHONPATH": str(FAULTS), "FAULTS": str(folder / "orders"), MARK: str(folder)}
         os.environ |= orders | store.env()
+        stack.enter_context(kept_endings())
         parent = stack.enter_context(forked_workers())
         world = World(folder, random.Random(seed), store, parent)
         if replica_class is not Replica:

@@ -45,7 +45,7 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.scans.values import in_toml
 from headcount.workers.model.files.model_info import ModelInfo
 from tests import ROOT
-from tests.tools.processes import Command, free_port
+from tests.tools.processes import Command, free_port, kept_endings
 from tests.tools.workers import NODE_OPTIONS, joined_cluster, start_cluster
 from tests.toys import toy_models as toy
 from tests.toys.refusals import refused
@@ -516,8 +516,10 @@ def test_a_shard_in_this_process_is_finished_or_dropped_if_it_takes_long(
     monkeypatch.setattr(endings, "FINISHING_SECONDS", 0.3 if seconds > 1 else 30)
     (Path(plan.scan.out) / "seconds").write_text(str(seconds))
     began = time.monotonic()
-    with pytest.raises(Stopped):
-        run_to_end(plan, IN_PROCESS, SILENT, SelfStoppingReplica)
+    with kept_endings():
+        listen_to_signals()
+        with pytest.raises(Stopped):
+            run_to_end(plan, IN_PROCESS, SILENT, SelfStoppingReplica)
     assert time.monotonic() - began < 30
     assert done_shards(plan) == finished
     finish_here(plan)
