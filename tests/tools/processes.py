@@ -170,7 +170,8 @@ def start_fork(function: Callable[..., None], *arguments: object) -> ForkServerP
 def fork_server() -> ForkServerContext:
     """What commands and workers are forked from: a process that ends when this one has ended."""
     context = multiprocessing.get_context("forkserver")
-    # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
+    # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again, and
+    # but the models of transformers, for which few commands of tests have a use.
     context.set_forkserver_preload(
         [
             # Ray imports these three, and pyarrow the fourth.
@@ -185,7 +186,6 @@ def fork_server() -> ForkServerContext:
             "headcount.jobs.upkeep.status",
             "headcount.queries.ask.asking",
             "headcount.queries.ask.formats",
-            "tests.tools.preloaded",
             "tests.tools.processes",
             "tests.toys.toy_replica",
         ]
