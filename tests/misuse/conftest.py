@@ -1,13 +1,15 @@
 """The command line in this process, in a folder with models and runs."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headcount.command_line
+from headcount.jobs import endings
+from tests.tools.processes import kept_endings
 from tests.toys import toy_models as toy
 from tests.toys.toy_runs import Cell, write_run
 
@@ -57,6 +59,18 @@ def loaded_model(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(model)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands leave this process as it was."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    # Some hide pandas from themselves.
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    # Each would start a thread that waits for the end of this process, and kills it then.
+    monkeypatch.setattr(endings, "_exit_for_sure", sys.exit)
+    with kept_endings():
+        yield
 
 
 @pytest.fixture

@@ -265,15 +265,17 @@ def test_the_program_says_what_the_page_says(
 # Python
 
 
+@pytest.fixture(scope="module")
+def opened_runs(shelf: Path) -> Iterator[Any]:
+    with headcount.open(shelf / "RUNS") as runs:
+        yield runs
+
+
 @rows("python")
-def test_a_call_is_refused(folder: Folder, loaded_model: Any, row: list[str]):
+def test_a_call_is_refused(folder: Folder, loaded_model: Any, opened_runs: Any, row: list[str]):
     expression, line = row
-    names: dict[str, Any] = {"headcount": headcount, "model": loaded_model}
-    with ExitStack() as opened:
-        if "runs" in expression:
-            names["runs"] = opened.enter_context(headcount.open("RUNS"))
-        with pytest.raises(headcount.Error) as refused:
-            eval(expression, names)
+    with pytest.raises(headcount.Error) as refused:
+        eval(expression, {"headcount": headcount, "model": loaded_model, "runs": opened_runs})
     found = str(refused.value).replace(str(folder.path), "TMP")
     assert agree(line, found), found
     assert not (folder.path / "runs").exists()

@@ -2,13 +2,15 @@
 end in one line and are continued, and each row is there once.
 """
 
-import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,7 @@ from headcount.workers.model.files.model_info import describe, find_model
 from headcount.workers.provenance.code_fingerprint import read_code
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
-from tests.tools.processes import Command
+from tests.tools.processes import DIES_WITH_ITS_PARENT
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused
 from tests.toys.runs_here import begun, run_here
@@ -180,10 +182,13 @@ def test_a_command_that_waits_for_a_store_ends_at_an_interrupt(
     store: S3Server, tmp_path: Path
 ) -> None:
     store.set_rules(Rule({"delay": 60}, "/bucket", count=None))
-    command = Command("check", "s3://bucket/runs", environment=os.environ, directory=tmp_path)
-    while not store.spent()[0]:
-        time.sleep(0.1)
-    # Now it waits inside a library, where Python hears no signal.
-    command.send_signal(signal.SIGINT)
-    code, stdout, stderr = command.ended(timeout=15)
-    assert (code, stdout, stderr) == (130, "", "stopped\n")
+    words = [*DIES_WITH_ITS_PARENT, sys.executable, "-m", "headcount", "check", "s3://bucket/runs"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, **pipes) as command:
+        while not store.spent()[0]:
+            assert command.poll() is None
+            time.sleep(0.1)
+        # Now it waits inside a library, where Python hears no signal.
+        command.send_signal(signal.SIGINT)
+        said = command.communicate(timeout=15)
+    assert (command.returncode, *said) == (130, "", "stopped\n")

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +35,13 @@ from headcount.workers.replica import Replica
 from tests import ROOT
 from tests.s3.s3_server import Action, Rule, S3Server
 from tests.tools.committed_rows import Rows, compare, rows_of
-from tests.tools.processes import MARK, Command, kill, start_fork_server
+from tests.tools.processes import MARK, Command, kept_endings, kill, start_fork_server
 from tests.tools.workers import NODE_OPTIONS, forked_workers, start_cluster
 from tests.toys.runs_here import measured
 
 FAULTS = ROOT / "tests" / "faults"
+NODES = 2
+"""Nodes of one core beside the head, which has none."""
 SHARDS = 24
 SCAN = f"""
 model = "bundled:attn-only-2l-mini"
@@ -73,11 +75,9 @@ class World:
 
     folder: Path
     rng: random.Random
-    store: S3Server | None
+    store: S3Server
     workers_parent: psutil.Process
     """What workers are forked from."""
-    n_nodes: int = 2
-    """Nodes of one core beside the head, which then has none; without any it has two."""
     cluster: Cluster | None = None
     out: str = ""
     n_replicas: int = 2
@@ -86,7 +86,7 @@ class World:
     errors: str = ""
     """What the drivers of this schedule have printed to stderr."""
     in_store: bool | None = None
-    """Whether runs are written to the store. None draws it for each run, if there is a store."""
+    """Whether runs are written to the store. None draws it for each run."""
     bad_requests: int = 20
     """How many requests the store refuses when it falters. It loses half as many answers."""
     still_seconds: float = 60.0
@@ -113,17 +113,14 @@ class World:
     def begin_schedule(self) -> None:
         """Choose an empty place to write to, on this disk or in the store."""
         name = f"{self.rng.getrandbits(32):08x}"
-        in_store = self.store is not None and self.in_store
-        if self.store is not None and self.in_store is None:
-            in_store = self.rng.choice([False, True])
+        in_store = self.rng.choice([False, True]) if self.in_store is None else self.in_store
         self.out = f"s3://bucket/{name}" if in_store else str(self.folder / name)
         self.errors = ""
         self.withdraw_faults()
 
     def withdraw_faults(self) -> None:
         """Withdraw the orders that nobody has obeyed, and let suspended processes continue."""
-        if self.store is not None:
-            self.store.set_rules()
+        self.store.set_rules()
         for order in self.orders.iterdir():
             order.unlink(missing_ok=True)
         for process in self.suspended:
@@ -136,8 +133,8 @@ class World:
     def ensure_cluster(self) -> Cluster:
         """The head and its nodes. Nodes that are gone are replaced."""
         if self.cluster is None:
-            self.cluster = start_cluster(num_cpus=0 if self.n_nodes else 2)
-        while len(self.cluster.worker_nodes) < self.n_nodes:
+            self.cluster = start_cluster(num_cpus=0)
+        while len(self.cluster.worker_nodes) < NODES:
             self.add_node(self.cluster)
         self.cluster.wait_for_nodes()
         return self.cluster
@@ -223,14 +220,15 @@ def strikes_at_write(action: str, point: str, path: str) -> Callable[[World], No
         assert world.driver is not None
         store, order = world.store, world.orders / f"{action}@{point}.{world.rng.getrandbits(16)}"
         in_store = isinstance(world.run.path, StorePath)
-        if in_store and store is not None:
+        if in_store:
             pids = [process.pid for process in world.replicas()]
             server_action = Action(kill=pids) if action == "kill" else Action(status=500)
             store.set_rules(Rule(server_action, method="PUT", path=path, count=1))
         else:
             order.touch()
-        while world.driver.poll() is None:
-            if store.spent() != [0] if in_store and store is not None else not order.exists():
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while world.driver.poll() is None and time.monotonic() < deadline:
+            if store.spent() != [0] if in_store else not order.exists():
                 return
             time.sleep(POLL_SECONDS)
 
@@ -239,8 +237,6 @@ def strikes_at_write(action: str, point: str, path: str) -> Callable[[World], No
 
 def store_answers_503(world: World) -> None:
     """Some requests are refused, some answers are lost, some take long."""
-    if world.store is None:
-        return
     seed = world.rng.getrandbits(16)
     few = max(1, world.bad_requests // 2)
     world.store.set_rules(
@@ -253,7 +249,7 @@ def store_answers_503(world: World) -> None:
 
 def store_stands_still(world: World) -> None:
     """The store takes requests and answers none for a while."""
-    if isinstance(world.run.path, StorePath) and world.store is not None:
+    if isinstance(world.run.path, StorePath):
         with world.store.standing_still():
             time.sleep(world.still_seconds)
 
@@ -338,9 +334,9 @@ class Result(NamedTuple):
         return not (self.lost or self.doubled or self.wrong)
 
 
-def draw_life(rng: random.Random, kinds: Sequence[str] = ()) -> Life:
+def draw_life(rng: random.Random) -> Life:
     # The last shards are left to the end of the run, so that every fault finds it at work.
-    drawn = rng.choices(kinds or list(FAULTS_BY_NAME), k=rng.randint(1, 3))
+    drawn = rng.choices(list(FAULTS_BY_NAME), k=rng.randint(1, 3))
     return sorted(PlannedFault(rng.randrange(SHARDS - 4), kind) for kind in drawn)
 
 
@@ -398,13 +394,7 @@ def reference(scan_file: Path, out: Path, replica_class: type[Replica] = Replica
 
 
 @contextmanager
-def open_world(
-    seed: int,
-    replica_class: type[Replica] = Replica,
-    *,
-    with_store: bool = True,
-    n_nodes: int = 2,
-) -> Iterator[tuple[World, Rows]]:
+def open_world(seed: int, replica_class: type[Replica] = Replica) -> Iterator[tuple[World, Rows]]:
     """Everything that schedules need, and the rows of an undisturbed run.
 
     Replicas measure as this class does: they have a model or are toys.
@@ -413,13 +403,14 @@ def open_world(
     before = dict(os.environ)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        store = stack.enter_context(S3Server()) if with_store else None
+        store = stack.enter_context(S3Server())
         # Drivers, Ray's processes and replicas inherit these: whoever writes obeys orders, and
         # whoever is left behind in the end is found by the mark.
         orders = {"PYTHONPATH": str(FAULTS), "FAULTS": str(folder / "orders"), MARK: str(folder)}
-        os.environ |= orders | (store.env() if store else {})
+        os.environ |= orders | store.env()
+        stack.enter_context(kept_endings())
         parent = stack.enter_context(forked_workers())
-        world = World(folder, random.Random(seed), store, parent, n_nodes)
+        world = World(folder, random.Random(seed), store, parent)
         if replica_class is not Replica:
             world.main = "tests.toys.toy_replica.main"
         world.orders.mkdir()

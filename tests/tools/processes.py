@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver
@@ -26,6 +26,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import psutil
+
+from headcount.jobs import endings
 
 MARK = "HEADCOUNT_TEST"
 """A variable that marks processes: children, those of Ray too, inherit it."""
@@ -62,6 +64,20 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("no free port in a hundred")
+
+
+@contextlib.contextmanager
+def kept_endings() -> Iterator[None]:
+    """Keep how this process ends at a signal, whatever commands and Ray do to that meanwhile."""
+    handlers = {number: signal.getsignal(number) for number in endings.STOPPING}
+    state = {k: v for k, v in vars(endings._ProcessState).items() if not k.startswith("_")}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name, value in state.items():
+            setattr(endings._ProcessState, name, value)
 
 
 def kill(mark: str) -> None:
@@ -154,7 +170,8 @@ def start_fork(function: Callable[..., None], *arguments: object) -> ForkServerP
 def fork_server() -> ForkServerContext:
     """What commands and workers are forked from: a process that ends when this one has ended."""
     context = multiprocessing.get_context("forkserver")
-    # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again.
+    # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again, and
+    # but the models of transformers, for which few commands of tests have a use.
     context.set_forkserver_preload(
         [
             # Ray imports these three, and pyarrow the fourth.
@@ -169,7 +186,6 @@ def fork_server() -> ForkServerContext:
             "headcount.jobs.upkeep.status",
             "headcount.queries.ask.asking",
             "headcount.queries.ask.formats",
-            "tests.tools.preloaded",
             "tests.tools.processes",
             "tests.toys.toy_replica",
         ]

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -181,28 +181,16 @@ def run_of(scan: dict[str, Any]) -> RunDirectory:
     return RunDirectory(next(home / name for name in names(home) if name.startswith("run_id=")))
 
 
-@contextmanager
-def few_commits_per_segment() -> Iterator[None]:
-    """So that small runs have segments, too."""
-    modules: list[Any] = [
-        each for each in sys.modules.values() if hasattr(each, "COMMITS_PER_SEGMENT")
-    ]
-    before = [each.COMMITS_PER_SEGMENT for each in modules]
-    for module in modules:
-        module.COMMITS_PER_SEGMENT = 5
-    yield
-    for module, value in zip(modules, before, strict=True):
-        module.COMMITS_PER_SEGMENT = value
-
-
 def run_schedules(count: int, seed: int, in_store: bool) -> Schedules:
-    """Run so many schedules; what was seen of them."""
+    """Run so many schedules in a process of their own; what was seen of them."""
+    # So that small runs have segments, too.
+    for module in list(sys.modules.values()):
+        if hasattr(module, "COMMITS_PER_SEGMENT"):
+            vars(module)["COMMITS_PER_SEGMENT"] = 5
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="deaths-"))
-        stack.enter_context(few_commits_per_segment())
         store = stack.enter_context(S3Server()) if in_store else None
         if store is not None:
-            stack.callback(os.environ.update, dict(os.environ))
             os.environ |= store.env()
             # What is forked from this process has it; importing boto3 is half of a short life.
             _s3_client(*region_and_endpoint())

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from headcount.jobs.cluster.ray_cluster import SYSTEM_CONFIG
 from headcount.jobs.endings import listen_to_signals
 from tests.tools.forked_worker import SERVER
-from tests.tools.processes import fork_workers, start_fork
+from tests.tools.processes import fork_workers, kept_endings, start_fork
 
 NODE_OPTIONS: dict[str, Any] = {
     "include_dashboard": False,
@@ -43,25 +43,16 @@ def start_cluster(**options: Any) -> Cluster:
 @contextmanager
 def joined_cluster(**options: Any) -> Iterator[Cluster]:
     """Start a cluster of one node with these options, and connect this process to it."""
-    with forked_workers():
+    with kept_endings(), forked_workers():
         cluster = start_cluster(**options)
         try:
-            with joined(cluster):
-                yield cluster
+            ray.init(address=cluster.address, log_to_driver=False)
+            # Ray has taken SIGTERM for itself.
+            listen_to_signals()
+            yield cluster
         finally:
+            ray.shutdown()
             cluster.shutdown()
-
-
-@contextmanager
-def joined(cluster: Cluster) -> Iterator[None]:
-    """Connect this process to a cluster."""
-    ray.init(address=cluster.address, log_to_driver=False)
-    # Ray has taken SIGTERM for itself.
-    listen_to_signals()
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -198,6 +199,7 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
                         process.kill()
                         killed.append(process.pid)
                         return
+            time.sleep(0.02)
 
     with joined_cluster(num_cpus=1):
         resources = Resources(1, 1, "cpu")

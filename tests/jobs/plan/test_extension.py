@@ -109,10 +109,9 @@ def late(*values: object) -> Any:
 
 
 @pytest.mark.parametrize(("first_size", "change_commit_log"), [
-    # A short shard alone, behind whole ones, and none.
-    (2, leave), (5, gather_again), (7, compact),
-    late(5, leave), late(6, leave), late(2, compact), late(5, compact), late(6, compact),
-    late(6, gather_again),
+    # A short shard behind whole ones, alone, and none.
+    (5, gather_again), (7, compact),
+    late(2, leave), late(2, compact), late(6, leave), late(6, compact), late(6, gather_again),
 ])  # fmt: skip
 def test_a_run_is_extended(
     tmp_path: Path, rows_of_whole_run: RowsOfSize, change_commit_log: Change, first_size: int
@@ -204,7 +203,7 @@ def test_a_damaged_roll_up_is_no_reason_to_measure(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("change_commit_log", "interventions", "step"), [
-    (leave, ["none"], 3),
+    (leave, ["none"], 5),
     # Every moment, every form of the commit log.
     late(leave, FIELDS["interventions"], 1), late(gather_again, ["none"], 1),
     late(compact, ["none"], 1),
@@ -325,10 +324,9 @@ def rows_of_sequence(reader: SequenceIndex, sequence: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("packing", "options"), [
-    ("document", {"shuffle": 3}), ("concat", {"skip": 1}),
+    ("document", {"shuffle": 3}),
     # In these orders, sequences are found by the same rules.
-    late("concat", {"shuffle": 3}), late("document", {}), late("concat", {}),
-    late("document", {"skip": 1}),
+    late("concat", {"shuffle": 3}), late("concat", {"skip": 1}),
 ])  # fmt: skip
 def test_a_run_continues_after_an_unmeasured_document_was_mended(
     tmp_path: Path, packing: str, options: dict[str, Any]
@@ -370,8 +368,6 @@ CHANGED = "the corpus has changed since the run was begun: "
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda file, run: reverse_text(file, 3),
-     f"{CHANGED}sequence 3, which begins in {{file}}, line 4, would not be the same; "),
     (lambda file, run: reverse_text(file, 0),
      f"{CHANGED}sequence 0, which begins in {{file}}, line 1, would not be the same; "),
     (lambda file, run: file.write_text(file.read_text().rpartition("\n{")[0]),

@@ -248,7 +248,7 @@ def test_everything_that_a_formula_can_read_has_its_providers():
     assert "workers.engine.token_pairs" not in provider_modules(STATISTICS["entropy"])
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.long)])
 def test_a_change_in_a_provider_shows_in_the_columns_that_read_it_alone(tmp_path: Path, step: int):
     before = {formula.name: column_fingerprint(formula) for formula in FORMULAS}
     commented = copy_code(tmp_path / "commented", lambda text: text + "# why\n", MEASURING)

@@ -1,8 +1,8 @@
 """The driver's decisions, with replicas that misbehave on real Ray.
 
 Which shard is given out again, which shard is to blame for a death, when a slow replica is not
-waited for, and what becomes of machines that are taken back. And a schedule of faults that is
-another one each day; `test_faults.py` has the rest.
+waited for, and what becomes of machines that are taken back. `test_faults.py` has what happens to
+disks, stores and processes.
 """
 
 import contextlib
@@ -15,16 +15,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from ray._private.node import Node
-from ray.scripts.scripts import drain_node
+from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
 
@@ -47,9 +45,8 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.scans.values import in_toml
 from headcount.workers.model.files.model_info import ModelInfo
 from tests import ROOT
-from tests.tools.chaos import FAULTS_BY_NAME, World, draw_life, open_world, run_schedule
-from tests.tools.processes import Command, free_port
-from tests.tools.workers import NODE_OPTIONS, joined, start_cluster
+from tests.tools.processes import Command, free_port, kept_endings
+from tests.tools.workers import NODE_OPTIONS, joined_cluster, start_cluster
 from tests.toys import toy_models as toy
 from tests.toys.refusals import refused
 from tests.toys.toy_replica import ToyReplica
@@ -167,13 +164,14 @@ class SelfStoppingReplica(ToyReplica):
             time.sleep(float((Path(self.scan.out) / "seconds").read_text()))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[tuple[World, pa.Table]]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
     """Ray with room for two replicas, whose processes are forks: the tests below kill a dozen."""
-    seed = date.today().toordinal()
-    opened = open_world(seed, ToyReplica, with_store=False, n_nodes=0)
-    with opened as (world, expected), joined(world.ensure_cluster()):
-        yield world, expected
+    with joined_cluster(num_cpus=2) as cluster:
+        yield cluster
+
+
+needs_ray = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture
@@ -211,16 +209,7 @@ def poison(plan: Plan, token: int) -> None:
     (Path(plan.scan.out) / "poison").write_text(str(token))
 
 
-def test_each_row_is_there_once_after_faults_at_random(world: tuple[World, pa.Table]) -> None:
-    replicas_and_disk, expected = world
-    kinds = [kind for kind in FAULTS_BY_NAME if re.match("replica_(killed|term)|disk|left", kind)]
-    life = draw_life(replicas_and_disk.rng, kinds)
-    result = run_schedule(replicas_and_disk, expected, [life])
-    assert result.good, (life, result)
-    assert result.faults[0] == life[0].kind
-    assert "Traceback" not in replicas_and_disk.errors
-
-
+@needs_ray
 def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +226,7 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     assert {c.attempt for c in plan.run.commits() if c.shard == deadly_shard} == {ATTEMPTS + 1}
 
 
+@needs_ray
 @pytest.mark.long
 def test_a_replica_that_starts_again_holds_up_no_other(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
@@ -249,6 +239,7 @@ def test_a_replica_that_starts_again_holds_up_no_other(
     assert done_shards(plan) == list(range(60))
 
 
+@needs_ray
 @pytest.mark.long
 def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
@@ -260,7 +251,11 @@ def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_when_nothing_succeeds_the_other_shards_are_not_tried(plan: Plan, replicas: int) -> None:
+def test_when_nothing_succeeds_the_other_shards_are_not_tried(
+    plan: Plan, replicas: int, request: pytest.FixtureRequest
+) -> None:
+    if replicas:
+        request.getfixturevalue("cluster")
     with pytest.raises(
         RunError,
         match=rf"stopped, because {MOST_FAILURES} shards in a row could not be measured, the last "
@@ -351,6 +346,7 @@ def run_on_a_head_of_its_own(tmp_path: Path, **variables: str) -> Iterator[tuple
         cluster.shutdown()
 
 
+@needs_ray
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("process", "problem"),
@@ -382,6 +378,7 @@ def test_a_driver_without_ray_ends_in_one_line_and_the_run_continues(
     finish_here(replan(run))
 
 
+@needs_ray
 @pytest.mark.long
 @pytest.mark.parametrize("storage", ["rocksdb", "redis"])
 def test_a_driver_goes_on_when_a_head_that_keeps_its_state_is_started_again(
@@ -410,6 +407,7 @@ def test_a_driver_goes_on_when_a_head_that_keeps_its_state_is_started_again(
     assert done_shards(replan(run)) == list(range(60))
 
 
+@needs_ray
 @pytest.mark.long
 def test_a_node_with_another_tokenizer_measures_nothing(tmp_path: Path) -> None:
     model = toy.save_byte_model(tmp_path / "bytes")
@@ -451,6 +449,8 @@ def when(condition: Callable[[], bool]) -> None:
 def drain(node_id: str, address: str) -> None:
     """Announce that a node is taken away in 30 s, as a cloud's notice does."""
     # `ray drain-node`, in this process: another one would import Ray anew.
+    from ray.scripts.scripts import drain_node
+
     words = ["--address", address, "--node-id", node_id]
     words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
     words += ["--deadline-remaining-seconds", "30"]
@@ -458,10 +458,7 @@ def drain(node_id: str, address: str) -> None:
 
 
 @pytest.mark.long
-def test_a_node_a_replica_and_the_driver_are_taken_away(
-    world: tuple[World, pa.Table], plan: Plan
-) -> None:
-    cluster = world[0].ensure_cluster()
+def test_a_node_a_replica_and_the_driver_are_taken_away(cluster: Cluster, plan: Plan) -> None:
     # A replica costs seconds to start. So there is one, which begins on the node because the head
     # is taken, and moves to the head when the node is drained.
     head_taken = placement_group([{"CPU": 2}])
@@ -519,8 +516,10 @@ def test_a_shard_in_this_process_is_finished_or_dropped_if_it_takes_long(
     monkeypatch.setattr(endings, "FINISHING_SECONDS", 0.3 if seconds > 1 else 30)
     (Path(plan.scan.out) / "seconds").write_text(str(seconds))
     began = time.monotonic()
-    with pytest.raises(Stopped):
-        run_to_end(plan, IN_PROCESS, SILENT, SelfStoppingReplica)
+    with kept_endings():
+        listen_to_signals()
+        with pytest.raises(Stopped):
+            run_to_end(plan, IN_PROCESS, SILENT, SelfStoppingReplica)
     assert time.monotonic() - began < 30
     assert done_shards(plan) == finished
     finish_here(plan)

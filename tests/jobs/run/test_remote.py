@@ -20,10 +20,13 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from headcount import app
 from headcount.jobs.cluster.ray_cluster import FIRST_COMMIT
 from headcount.jobs.plan.plan import make_plan, prepare_run, replan
 from headcount.jobs.plan.scan_files import portable_scan
+from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
 from tests import ROOT
@@ -35,7 +38,7 @@ from tests.tools.processes import (
     free_port,
     libraries_alone,
 )
-from tests.toys.toy_runs import write_run
+from tests.toys.toy_runs import one_line, write_run
 
 PATIENCE_SECONDS = 240
 """How long a test waits for what always comes, on a machine that does other things, too."""
@@ -326,11 +329,14 @@ def test_another_version_of_ray_is_one_line(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Old) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        resume = ("resume", str(run.path), "--address", address)
-        line = refused(*resume)
-        assert "--env NOT_SET: expected the name of a" in refused(*resume, "--env", "NOT_SET")
+        resume = ["resume", str(run.path), "--address", address]
+        for options, line in (
+            ([], "the cluster runs Ray 2.40.0, this machine 2.6"),
+            (["--env", "NOT_SET"], "--env NOT_SET: expected the name of a"),
+        ):
+            with one_line(RunError, line):
+                CliRunner().invoke(app, [*resume, *options], catch_exceptions=False)
         server.shutdown()
-    assert "the cluster runs Ray 2.40.0, this machine 2.6" in line
 
 
 def test_what_every_node_can_see_is_accepted(scan_file: Path) -> None:

@@ -20,6 +20,7 @@ from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.upkeep import metrics
 from headcount.jobs.upkeep.metrics import Metric, node_name
 from tests import ROOT
+from tests.tools.processes import kept_endings
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun
 from tests.toys.toy_replica import ToyReplica
@@ -76,8 +77,9 @@ def plan(tmp_path: Path) -> Plan:
 def _ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Ray on this machine that collects metrics often."""
     monkeypatch.setenv("RAY_metrics_report_interval_ms", "200")
-    yield
-    ray.shutdown()
+    with kept_endings():
+        yield
+        ray.shutdown()
 
 
 def scraped() -> tuple[str, Samples]:

@@ -100,7 +100,7 @@ from headcount.schemas.files.run_directory import RunDirectory
 with phases.taken():
     phases.about(RunDirectory(Path({str(run.path)!r})))
     phases.note("preparing tokens", "1 of 9")
-    time.sleep(600)
+    time.sleep(120)
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as killed:
         driver = heard(run, "preparing tokens: 1 of 9, for ")

@@ -34,13 +34,14 @@ def replica_of(model: Path, **fields: Any) -> Replica:
     return toy.replica(model, load_model, n_ctx=N_CTX, **{"statistics": ["sink_mass"], **fields})
 
 
+@pytest.mark.long
 def test_a_standard_scan_does_not_import_transformerlens(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(SCAN)
     done = Command(
         *("scan", "own.toml", "--replicas", "0"),
         environment=os.environ,
         directory=tmp_path,
-        main="tests.tools.preloaded.main_that_lists_modules",
+        main="tests.tools.listed_modules.main",
     ).ended()
     modules = done.stdout.split()
     assert (done.code, "torch" in modules) == (0, True), done.stderr
