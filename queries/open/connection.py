@@ -104,17 +104,14 @@ def connect(
     code: str | None = None,
     memory: str = MEMORY,
     tell: Tell = lambda line: None,
-    *,
-    lazily: bool = False,
     read: ReadRun = read_run,
 ) -> duckdb.DuckDBPyConnection:
     """Open a run directory, or a directory of runs: views of what is committed, and nothing else.
 
     `code` reads only the shards that it measured. `memory` is what queries may take: `4GB`, or a
-    share of the machine's, `50%`. `lazily` makes the view of a named query when `run_query` or
-    `hold_to_commits` first meets its name, and comments when a query reads them: that opens in a
-    third of the time. SQL that goes past these two needs all views. `read` may remember runs that
-    were opened before.
+    share of the machine's, `50%`. The view of a named query is made when `run_query` or
+    `hold_to_commits` first meets its name, and comments when a query reads them: all take half a
+    second. `read` may remember runs that were opened before.
 
     Opening compares the names and sizes of files with their commits. Pass a user's SQL to
     `queries.ask.answers.run_query`: that also compares the content of the files which the query
@@ -126,8 +123,6 @@ def connect(
         runs, [str(error) for error in unreadable], tell, ShippedViews(read_queries(queries))
     )
     build(connection, opened)
-    if not lazily:
-        make_described_views(connection, opened)
     _lock_down(connection, runs, memory)
     OPENED[connection] = opened
     return connection
@@ -143,6 +138,8 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
         register_stores(connection, [path for path, _ in in_stores], opened.committed)
     # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
     connection.execute("SET python_enable_replacements = false")
+    # Seventy statements, each of which would be a transaction of its own.
+    connection.begin()
     connection.execute("CREATE SCHEMA internal")
     # Creating a view opens a file of every run below it. So all views are created over empty
     # tables, and the tables are pointed at the files last.
@@ -152,9 +149,11 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
         columns = [*partitions, *source.table.schema(measured[source.table.name].values())]
         # Seven times as fast as a copy of an Arrow table without rows.
         connection.execute(f"CREATE TABLE internal.{source.name}_content ({_sql_columns(columns)})")
+    # Their rows come when the tables are pointed at the files.
+    for name in ("runs", "shards"):
+        columns = _sql_columns(run_tables.schema_of(name))
+        connection.execute(f"CREATE TABLE internal.{name}_content ({columns})")
     for name, content in (
-        ("runs", run_tables.runs_table([])),
-        ("shards", run_tables.shards_table([])),
         ("statistics", run_tables.statistics_table(runs)),
         ("formulas", run_tables.formulas_table(runs)),
     ):
@@ -182,6 +181,7 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
             FROM internal.{prefix}sequences
             WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
         )
+    connection.commit()
     opened.shipped.foundation = partial(_create_rollup_views, opened=opened)
     _point_at_files(connection, opened)
 

@@ -9,6 +9,7 @@ import pytest
 from headcount.queries.open.connection import connect, view_descriptions
 from headcount.queries.open.exported_views import NOTE, STORE_NOTE, write_views
 from headcount.schemas.errors import HeadcountError
+from headcount.schemas.statistics import STATISTICS
 from tests.toys.toy_runs import Cell, Row, data_file, local, write_run
 
 
@@ -49,6 +50,10 @@ def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
         rows(reader, "FROM sink_values")
     views = rows(reader, "SELECT view_name FROM duckdb_views() WHERE comment <> ''")
     assert {("heads",), ("by_head",), ("outliers",)} <= {*views}
+    sql = "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'by_head'"
+    comments = dict(reader.execute(sql).fetchall())
+    assert comments["mean_entropy"] == f"Mean over sequences: {STATISTICS['entropy'].description}"
+    assert comments["head"] == "Head within the layer, from 0."
     # DuckDB 1.4 reads formats up to 67. The number stands after a checksum and the letters DUCK.
     header = output.read_bytes()[:20]
     assert (header[8:12], int.from_bytes(header[12:20], "little")) == (b"DUCK", 67)
@@ -78,7 +83,7 @@ def test_it_has_all_views_and_leaves_damage_out(tmp_path: Path) -> None:
     assert "shard-000001.parquet has" in damage
     with duckdb.connect(str(tmp_path / "head.db"), read_only=True) as reader:
         assert rows(reader, "SELECT DISTINCT shard FROM heads") == [(0,)]
-        known = set(view_descriptions(connect(tmp_path / "runs", lazily=True)))
+        known = set(view_descriptions(connect(tmp_path / "runs")))
         listed = rows(reader, "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main'")
         assert known <= {name for (name,) in listed}
         # DuckDB 1.4 has no function `if`, which it parses away and 2.0 stores.

@@ -44,7 +44,7 @@ class Terminal(io.StringIO):
 @cache
 def connection_to(small: Path) -> duckdb.DuckDBPyConnection:
     """One connection for all queries."""
-    return connect(small, lazily=True)
+    return connect(small)
 
 
 def table_lines(
