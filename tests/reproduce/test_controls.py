@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headcount.reproduce.replication import Replication, replications
+from headcount.reproduce.replication import Replication
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.replica import Replica
 from tests.reproduce.controls import (
@@ -18,9 +18,7 @@ from tests.reproduce.controls import (
     short_replication,
 )
 from tests.toys.random_model import LIVELY
-from tests.toys.toy_replications import toy_replication
-
-REPLICATIONS = replications()
+from tests.toys.toy_replications import REPLICATIONS, toy_replication
 
 # The one-layer toy has uniform attention if it is untrained: 1/2 for the first key of 2, and so on.
 SCAN = {

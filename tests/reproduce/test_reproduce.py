@@ -38,10 +38,9 @@ from headcount.workers.model.files.model_info import find_model
 from tests.reproduce.controls import measured_runs, null_claims
 from tests.toys import published
 from tests.toys import toy_models as toy
-from tests.toys.toy_replications import replication_text, toy_replication
+from tests.toys.toy_replications import REPLICATIONS, replication_text, toy_replication
 from tests.toys.toy_runs import one_line, without_runs
 
-REPLICATIONS = replications()
 QUICK = ("position_geometry", "sink_circuit_no_mlp")
 """They measure fewest sequences; what runs them is the same for all replications."""
 
