@@ -80,6 +80,8 @@ class OpenedRuns:
     is_described: bool = False  # whether its views and columns have comments
     added_views: dict[str, str] = field(default_factory=dict[str, str])
     """The SQL of views that the caller added, by name. Each stands on earlier ones at most."""
+    rows: dict[str, str] = field(default_factory=dict[str, str])
+    """The SQL of the rows of each source, as its view has them."""
     unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
     """The statistics that the views of roll-ups read from rows."""
     committed: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -145,10 +147,10 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
     # tables, and the tables are pointed at the files last.
     measured = run_tables.measured_columns(runs)
     partitions = [pa.field(column.name, pa.string()) for column in PARTITIONS]
-    for source in SOURCES.values():
-        columns = [*partitions, *source.table.schema(measured[source.table.name].values())]
+    for table in TABLES.values():
+        columns = [*partitions, *table.schema(measured[table.name].values())]
         # Seven times as fast as a copy of an Arrow table without rows.
-        connection.execute(f"CREATE TABLE internal.{source.name}_content ({_sql_columns(columns)})")
+        connection.execute(f"CREATE TABLE internal.{table.name}_content ({_sql_columns(columns)})")
     # Their rows come when the tables are pointed at the files.
     for name in ("runs", "shards"):
         columns = _sql_columns(run_tables.schema_of(name))
@@ -158,8 +160,11 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
         ("formulas", run_tables.formulas_table(runs)),
     ):
         _store_content(connection, name, content)
-    for name in (*SOURCES, "runs", "shards", "statistics", "formulas"):
+    for name in ("runs", "shards", "statistics", "formulas"):
         connection.execute(f"CREATE VIEW internal.{name} AS FROM internal.{name}_content")
+    opened.rows = {name: source_sql(source, []) for name, source in SOURCES.items()}
+    for name, rows in opened.rows.items():
+        connection.execute(f"CREATE VIEW internal.{name} AS {rows}")
     for name in VIEWS:
         # Every view with layers and heads also has the name that people write, L5H1.
         columns = TABLES[name].schema().names if name in TABLES else []
@@ -337,15 +342,15 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
             from headcount.queries.open.stores import committed_objects
 
             opened.committed |= committed_objects(path, commits)
-        unfit_sources = [
-            source
-            for source in SOURCES.values()
-            if _problem(
-                connection,
-                f"CREATE OR REPLACE VIEW internal.{source.name} AS "
-                f"{source_sql(source, opened.runs)}",
-            )
-        ]
+        unfit_sources: list[Source] = []
+        for name, source in SOURCES.items():
+            rows = source_sql(source, opened.runs)
+            if rows == opened.rows[name]:
+                continue
+            if _problem(connection, f"CREATE OR REPLACE VIEW internal.{name} AS {rows}"):
+                unfit_sources.append(source)
+            else:
+                opened.rows[name] = rows
         if not unfit_sources:
             break
         names = [source.table.name for source in unfit_sources]

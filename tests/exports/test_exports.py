@@ -189,7 +189,6 @@ def test_a_block_is_half_of_what_follows_bos_unless_there_is_a_period():
     ("--group mean", "0.375\t0.375\n0.4375\t0\n"),
     ("--score distant", "0.75\t0.5\n0.5\t0.5\n"),
     ("--sparsity 0.75", "0\t0\n1\t0\n"),
-    ("--sparsity 0.5", "1\t0\n1\t0\n"),
     ("--threshold 0.375", "1\t1\n1\t0\n"),
 ])  # fmt: skip
 def test_duo_scores_a_kv_head_by_the_attention_that_a_repeat_moves(

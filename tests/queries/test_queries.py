@@ -28,7 +28,7 @@ from headcount.queries.open.connection import (
 )
 from headcount.queries.open.descriptions import VIEWS
 from headcount.queries.open.shipped_views import DYNAMIC
-from headcount.queries.open.table_sql import SOURCES
+from headcount.queries.open.table_sql import SOURCES, source_sql
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.statistics import STATISTICS
@@ -349,7 +349,7 @@ def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
         cursor.execute("BEGIN TRANSACTION")
         for source in sources:
             cursor.execute(
-                f"CREATE OR REPLACE VIEW internal.{source} AS FROM internal.{source}_content "
+                f"CREATE OR REPLACE VIEW internal.{source} AS {source_sql(SOURCES[source], [])} "
                 f"UNION ALL BY NAME SELECT error('{source} is read') AS run_id"
             )
         try:

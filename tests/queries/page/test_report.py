@@ -107,6 +107,7 @@ def page(opened: Page) -> Page:
     return opened
 
 
+@pytest.mark.long
 def test_statistics_that_differ_between_heads_are_maps_and_others_are_lines(page: Page) -> None:
     # The induction score is the same as the sink mass, and the entropy one more: they share a map.
     assert page.attributes("[data-map]", "data-map") == ["sink_mass", "sink_logit_margin"]
