@@ -386,7 +386,6 @@ def test_heads_that_find_the_passage_lead_by_more_than_chance(tmp_path: Path):
     assert json.loads(text.splitlines()[0].removeprefix("# "))["format"] == "qrhead"
     model = {"model_base_class": "toy", "model_name_or_path": "toy"}
     assert yaml.safe_load(text) == {"attn_head_set": "0-1,1-2,0-0", **model}
-    assert yaml.safe_load(made("qrhead", "--heads", 2))["attn_head_set"] == "0-1,1-2"
     content = json.loads(made("important-heads"))
     assert content.pop("headcount")["run_id"] == "a-1"
     heads = [[0, 1], [1, 2]]
