@@ -178,14 +178,16 @@ def test_a_report_says_how_far_effects_can_be_trusted(
     shown = data["sections"][f"{run_id}/none"]["effects"]
     names = ["effect_mean", "effect_window_1_3", "effect_zero_magnitude"]
     assert [effect["statistic"] for effect in shown["effects"]] == names
+    calibration = database.records("effect_calibration")
+    compared = database.records("calibrated_effects")
+    names = ("label", "estimate", "measured", "measured_error")
     for effect in shown["effects"]:
-        of_effect = f"WHERE statistic = '{effect['statistic']}'"
-        rows = database.records(f"FROM effect_calibration {of_effect}")
-        assert effect["trust"] == [words(row) for row in rows]
-        pairs = (
-            f"SELECT label, estimate, measured, measured_error FROM calibrated_effects {of_effect}"
+        rows, pairs = (
+            [row for row in all_rows if row["statistic"] == effect["statistic"]]
+            for all_rows in (calibration, compared)
         )
-        assert effect["pairs"] == json_value(database.records(pairs))
+        assert effect["trust"] == [words(row) for row in rows]
+        assert effect["pairs"] == json_value([{name: row[name] for name in names} for row in pairs])
     # The parts of a layer are five, and no mean over them.
     parts = database.records(
         "SELECT layer, part, sum(count * mean) / sum(count) AS mean FROM profiles "
@@ -217,15 +219,14 @@ def test_a_card_has_the_effects_of_its_head(database: RunDatabase, run_id: str) 
     assert [effect.statistic for effect in card.effects] == [row["statistic"] for row in rows]
     interventions = ["mean_head(1,2)", "stream_heads(1,3,L1H2)", "zero_head(1,2)"]
     assert [effect.intervention for effect in card.effects] == interventions
+    calibration = database.records("FROM effect_calibration WHERE layer = 1")
+    trusted = {row["statistic"]: words(row) for row in calibration}
     for effect, row in zip(card.effects, rows, strict=True):
         assert effect.effect == row["effect"]
         assert effect.standard_error == row["standard_error"]
         assert effect.direct == row["direct"]
         assert effect.indirect == row["indirect"]
-        (trusted,) = database.records(
-            f"FROM effect_calibration WHERE statistic = '{effect.statistic}' AND layer = 1"
-        )
-        assert effect.trust == words(trusted)
+        assert effect.trust == trusted[effect.statistic]
     assert card.effects[0].direct_error == card.statistic("direct_effect_mean").standard_error
 
 

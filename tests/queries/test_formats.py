@@ -32,7 +32,7 @@ from tests.toys.commands import printed
 NUMBERS = "range(100000000000) a, range(10000) b"
 ENDLESS = f"SELECT count(*) FROM {NUMBERS} WHERE a.range % 7 = b.range % 3"
 
-SECONDS_BEHIND_THE_BEGINNING = 1.0
+SECONDS_BEHIND_THE_BEGINNING = 0.6
 """Seconds of a processor after which a command has long begun its query."""
 
 
