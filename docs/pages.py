@@ -24,7 +24,7 @@ from headcount.exports.registry import export_formats
 from headcount.jobs.commands.cluster import known_names
 from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
 from headcount.reproduce.published_run import estimated_time, published_command
-from headcount.reproduce.replication import REPLICATIONS, read_toml, replications
+from headcount.reproduce.replication import REPLICATIONS, Replication, read_toml, replications
 from headcount.reproduce.reproduce_commands import DefaultedGroup
 from headcount.schemas.formulas import Formula
 from headcount.schemas.registry import REQUIRED, Option, options_of, prose_of
@@ -390,7 +390,7 @@ def known_words() -> set[str]:
 
 def literature_page(page: str) -> str:
     """What sources claim, and what here shows it."""
-    all_sources = sources()
+    all_sources, all_replications = sources(), replications()
     tables = {
         "replications": (_source_cells(file, source) for file, source in all_sources.items()),
         "stated": (
@@ -400,7 +400,7 @@ def literature_page(page: str) -> str:
                 len(one.claim),
                 one.stated,
             ]
-            for name, one in replications().items()
+            for name, one in all_replications.items()
         ),
         "time": (
             [
@@ -409,9 +409,9 @@ def literature_page(page: str) -> str:
                 + (f"; FILE: {one.text.what}" if one.text else ""),
                 estimated_time(one),
             ]
-            for name, one in replications().items()
+            for name, one in all_replications.items()
         ),
-        "figures": _tolerance_cells(),
+        "figures": _tolerance_cells(all_replications.values()),
         "claims": _reason_cells(all_sources),
         "where": _quantity_cells(all_sources[CATALOGUE], known_words()),
     }
@@ -439,10 +439,10 @@ def _source_cells(file: str, source: Source) -> list[object]:
     ]
 
 
-def _tolerance_cells() -> list[tuple[str, int]]:
+def _tolerance_cells(all_replications: Iterable[Replication]) -> list[tuple[str, int]]:
     """What tolerances of published values follow from, the most frequent first."""
     counts: Counter[str] = Counter()
-    for one in replications().values():
+    for one in all_replications:
         for check in one.check:
             for value in check.values:
                 if check.record:

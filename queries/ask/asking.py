@@ -86,7 +86,7 @@ def open_runs(
     what queries may take. `tell` is called with a line whenever a query finds damage. `read` may
     remember runs that were opened before.
     """
-    connection = connect(path, queries, code, memory, tell, lazily=True, read=read)
+    connection = connect(path, queries, code, memory, tell, read)
     for name, sql in views.items():
         OPENED[connection].added_views[name] = sql
         # DuckDB opens a file to create a view, and a damaged one would fail.

@@ -6,8 +6,9 @@ import re
 
 import duckdb
 
-from headcount.queries.open.connection import OPENED, make_described_views, view_descriptions
-from headcount.queries.open.descriptions import PREFIXES
+from headcount.queries.open.connection import OPENED, view_descriptions
+from headcount.queries.open.descriptions import PREFIXES, column_texts
+from headcount.queries.open.run_tables import measured_columns
 from headcount.schemas.scans.kinds import KINDS, TABLES
 
 SAME_RANGE = ("mean_", "max_", "uniform_")  # prefixes that keep the range of a column
@@ -24,19 +25,16 @@ def views_read(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
 
 def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
     """Meaning, unit, range and source of columns by name, as the query's views say, then tables."""
-    opened = OPENED[connection]
-    with opened.lock:
-        make_described_views(connection.cursor(), opened)
-    sql = """
-        SELECT table_name, column_name, comment FROM duckdb_columns()
-        WHERE schema_name = 'main' AND NOT internal AND comment IS NOT NULL
-    """
     preferred = [*views_read(connection, query), *TABLES]
     rank = {view: preferred.index(view) for view in preferred}
-    comments = connection.cursor().execute(sql).fetchall()
-    comments.sort(key=lambda comment: rank.get(comment[0], len(preferred)))
+    # The query's views are there by now, and making all others would take half a second.
+    measured = measured_columns(OPENED[connection].runs)
+    texts = sorted(
+        column_texts(connection.cursor(), measured),
+        key=lambda text: rank.get(text[0], len(preferred)),
+    )
     facts: Facts = {}
-    for _, column, description in comments:
+    for _, column, description in texts:
         facts.setdefault(column, {"description": description})
     formula_facts: Facts = {}
     sql = "SELECT name, unit, source, range_low, range_high FROM formulas"

@@ -80,6 +80,8 @@ class OpenedRuns:
     is_described: bool = False  # whether its views and columns have comments
     added_views: dict[str, str] = field(default_factory=dict[str, str])
     """The SQL of views that the caller added, by name. Each stands on earlier ones at most."""
+    rows: dict[str, str] = field(default_factory=dict[str, str])
+    """The SQL of the rows of each source, as its view has them."""
     unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
     """The statistics that the views of roll-ups read from rows."""
     committed: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -104,17 +106,14 @@ def connect(
     code: str | None = None,
     memory: str = MEMORY,
     tell: Tell = lambda line: None,
-    *,
-    lazily: bool = False,
     read: ReadRun = read_run,
 ) -> duckdb.DuckDBPyConnection:
     """Open a run directory, or a directory of runs: views of what is committed, and nothing else.
 
     `code` reads only the shards that it measured. `memory` is what queries may take: `4GB`, or a
-    share of the machine's, `50%`. `lazily` makes the view of a named query when `run_query` or
-    `hold_to_commits` first meets its name, and comments when a query reads them: that opens in a
-    third of the time. SQL that goes past these two needs all views. `read` may remember runs that
-    were opened before.
+    share of the machine's, `50%`. The view of a named query is made when `run_query` or
+    `hold_to_commits` first meets its name, and comments when a query reads them: all take half a
+    second. `read` may remember runs that were opened before.
 
     Opening compares the names and sizes of files with their commits. Pass a user's SQL to
     `queries.ask.answers.run_query`: that also compares the content of the files which the query
@@ -126,8 +125,6 @@ def connect(
         runs, [str(error) for error in unreadable], tell, ShippedViews(read_queries(queries))
     )
     build(connection, opened)
-    if not lazily:
-        make_described_views(connection, opened)
     _lock_down(connection, runs, memory)
     OPENED[connection] = opened
     return connection
@@ -143,24 +140,31 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
         register_stores(connection, [path for path, _ in in_stores], opened.committed)
     # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
     connection.execute("SET python_enable_replacements = false")
+    # Seventy statements, each of which would be a transaction of its own.
+    connection.begin()
     connection.execute("CREATE SCHEMA internal")
     # Creating a view opens a file of every run below it. So all views are created over empty
     # tables, and the tables are pointed at the files last.
     measured = run_tables.measured_columns(runs)
     partitions = [pa.field(column.name, pa.string()) for column in PARTITIONS]
-    for source in SOURCES.values():
-        columns = [*partitions, *source.table.schema(measured[source.table.name].values())]
+    for table in TABLES.values():
+        columns = [*partitions, *table.schema(measured[table.name].values())]
         # Seven times as fast as a copy of an Arrow table without rows.
-        connection.execute(f"CREATE TABLE internal.{source.name}_content ({_sql_columns(columns)})")
+        connection.execute(f"CREATE TABLE internal.{table.name}_content ({_sql_columns(columns)})")
+    # Their rows come when the tables are pointed at the files.
+    for name in ("runs", "shards"):
+        columns = _sql_columns(run_tables.schema_of(name))
+        connection.execute(f"CREATE TABLE internal.{name}_content ({columns})")
     for name, content in (
-        ("runs", run_tables.runs_table([])),
-        ("shards", run_tables.shards_table([])),
         ("statistics", run_tables.statistics_table(runs)),
         ("formulas", run_tables.formulas_table(runs)),
     ):
         _store_content(connection, name, content)
-    for name in (*SOURCES, "runs", "shards", "statistics", "formulas"):
+    for name in ("runs", "shards", "statistics", "formulas"):
         connection.execute(f"CREATE VIEW internal.{name} AS FROM internal.{name}_content")
+    opened.rows = {name: source_sql(source, []) for name, source in SOURCES.items()}
+    for name, rows in opened.rows.items():
+        connection.execute(f"CREATE VIEW internal.{name} AS {rows}")
     for name in VIEWS:
         # Every view with layers and heads also has the name that people write, L5H1.
         columns = TABLES[name].schema().names if name in TABLES else []
@@ -182,6 +186,7 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
             FROM internal.{prefix}sequences
             WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
         )
+    connection.commit()
     opened.shipped.foundation = partial(_create_rollup_views, opened=opened)
     _point_at_files(connection, opened)
 
@@ -337,15 +342,15 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
             from headcount.queries.open.stores import committed_objects
 
             opened.committed |= committed_objects(path, commits)
-        unfit_sources = [
-            source
-            for source in SOURCES.values()
-            if _problem(
-                connection,
-                f"CREATE OR REPLACE VIEW internal.{source.name} AS "
-                f"{source_sql(source, opened.runs)}",
-            )
-        ]
+        unfit_sources: list[Source] = []
+        for name, source in SOURCES.items():
+            rows = source_sql(source, opened.runs)
+            if rows == opened.rows[name]:
+                continue
+            if _problem(connection, f"CREATE OR REPLACE VIEW internal.{name} AS {rows}"):
+                unfit_sources.append(source)
+            else:
+                opened.rows[name] = rows
         if not unfit_sources:
             break
         names = [source.table.name for source in unfit_sources]

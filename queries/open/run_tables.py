@@ -23,7 +23,7 @@ STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
 LONGEST_STEP = 15  # digits of the largest number that is taken for a step
 
 
-def _schema(table: str) -> pa.Schema:
+def schema_of(table: str) -> pa.Schema:
     """The columns of a table that describes the runs."""
 
     def type_of(column: str, name: str) -> pa.DataType:
@@ -71,17 +71,17 @@ def bounds(ends: Sequence[float | str | None] | None) -> tuple[float, float]:
 
 def runs_table(runs: list[Run]) -> pa.Table:
     """One row per run."""
-    return pa.Table.from_pylist([_run_row(run) for run in runs], schema=_schema("runs"))
+    return pa.Table.from_pylist([_run_row(run) for run in runs], schema=schema_of("runs"))
 
 
 def shards_table(runs: list[Run]) -> pa.Table:
     """One row per shard, done or not."""
-    return pa.concat_tables([_schema("shards").empty_table(), *map(_shards_of_run, runs)])
+    return pa.concat_tables([schema_of("shards").empty_table(), *map(_shards_of_run, runs)])
 
 
 def statistics_table(runs: list[Run]) -> pa.Table:
     """One row per statistic."""
-    return pa.Table.from_pylist(_formula_rows(runs, "statistics"), schema=_schema("statistics"))
+    return pa.Table.from_pylist(_formula_rows(runs, "statistics"), schema=schema_of("statistics"))
 
 
 def formulas_table(runs: list[Run]) -> pa.Table:
@@ -90,7 +90,7 @@ def formulas_table(runs: list[Run]) -> pa.Table:
     for kind in KINDS:
         kind_facts = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
         rows += [row | kind_facts for row in _formula_rows(runs, kind.field)]
-    return pa.Table.from_pylist(rows, schema=_schema("formulas"))
+    return pa.Table.from_pylist(rows, schema=schema_of("formulas"))
 
 
 def _formula_rows(runs: list[Run], field: str) -> list[FormulaFacts]:
@@ -179,7 +179,7 @@ def training_step(model: str, revision: str | None) -> int | None:
 
 
 def _shards_of_run(run: Run) -> pa.Table:
-    schema, log = _schema("shards"), run.commit_log
+    schema, log = schema_of("shards"), run.commit_log
     # A commit says all of a shard, but not what has become of its files since.
     of_commit = [name for name in schema.names if name in log.schema.names]
     done = log.select(of_commit).cast(pa.schema([schema.field(name) for name in of_commit]))

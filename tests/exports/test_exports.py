@@ -189,7 +189,6 @@ def test_a_block_is_half_of_what_follows_bos_unless_there_is_a_period():
     ("--group mean", "0.375\t0.375\n0.4375\t0\n"),
     ("--score distant", "0.75\t0.5\n0.5\t0.5\n"),
     ("--sparsity 0.75", "0\t0\n1\t0\n"),
-    ("--sparsity 0.5", "1\t0\n1\t0\n"),
     ("--threshold 0.375", "1\t1\n1\t0\n"),
 ])  # fmt: skip
 def test_duo_scores_a_kv_head_by_the_attention_that_a_repeat_moves(
@@ -219,8 +218,6 @@ def test_duo_says_what_it_cannot_compare_or_replace(paired: Path, tmp_path: Path
     both = (*words, "--run", "a-1", "--run", "b-1")
     (tmp_path / "duo").mkdir()
     (tmp_path / "duo" / "thesis.tex").write_text("years of work")
-    with pytest.raises(QueryError, match="is there already; choose another name, or say --replace"):
-        run(*both)
     with pytest.raises(QueryError, match=r"holds thesis\.tex, which is no part of this export"):
         run(*both, "--replace")
     assert [path.name for path in tmp_path.rglob("*")] == ["duo", "thesis.tex"]
@@ -387,7 +384,6 @@ def test_heads_that_find_the_passage_lead_by_more_than_chance(tmp_path: Path):
     assert json.loads(text.splitlines()[0].removeprefix("# "))["format"] == "qrhead"
     model = {"model_base_class": "toy", "model_name_or_path": "toy"}
     assert yaml.safe_load(text) == {"attn_head_set": "0-1,1-2,0-0", **model}
-    assert yaml.safe_load(made("qrhead", "--heads", 2))["attn_head_set"] == "0-1,1-2"
     content = json.loads(made("important-heads"))
     assert content.pop("headcount")["run_id"] == "a-1"
     heads = [[0, 1], [1, 2]]

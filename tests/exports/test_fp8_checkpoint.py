@@ -93,10 +93,9 @@ def read_as_vllm(folder: Path) -> dict[str, list[float]]:
     return parameters
 
 
-@pytest.mark.parametrize("name", ["one", "many"])
-@pytest.mark.parametrize(("strategy", "expected"), [
-    ("attn_head", {"q": [[2, 4], [6, 8]], "k": [[4, 8]] * 2, "v": [[8, 16]] * 2}),
-    ("tensor", {"q": [[4], [8]], "k": [[8]] * 2, "v": [[16]] * 2}),
+@pytest.mark.parametrize(("name", "strategy", "expected"), [
+    ("many", "attn_head", {"q": [[2, 4], [6, 8]], "k": [[4, 8]] * 2, "v": [[8, 16]] * 2}),
+    ("one", "tensor", {"q": [[4], [8]], "k": [[8]] * 2, "v": [[16]] * 2}),
 ])  # fmt: skip
 def test_vllm_finds_every_scale_and_transformers_the_same_model(
     name: str,
@@ -126,9 +125,9 @@ def test_vllm_finds_every_scale_and_transformers_the_same_model(
     assert (folder / "tokenizer.json").is_file() == (name == "one")
     # The same command makes the same folder in place of this one.
     export(home, home / name, folder, "--strategy", strategy, "--replace")
-    sizes = json.loads((folder / INDEX).read_text())["metadata"]
-    scales = 4 * LAYERS * (HEADS + 2 * KV_HEADS if strategy == "attn_head" else 3)
     if name == "many":
+        sizes = json.loads((folder / INDEX).read_text())["metadata"]
+        scales = 4 * LAYERS * (HEADS + 2 * KV_HEADS)
         in_file = json.loads((home / "many" / INDEX).read_text())["metadata"]["total_size"]
         assert sizes["total_size"] == in_file + scales
 

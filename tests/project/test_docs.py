@@ -45,7 +45,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.queries.open.connection import connect
+from headcount.queries.ask.asking import open_runs
 from tests.toys.runs_here import measure_here
 
 
@@ -63,14 +63,15 @@ run(
     out="steps", statistics=["second_key_mass", "sink_mass"],
     interventions=["none", "zero_value_bias"], input={"family": "single_token", "token": 7},
 )
-rows = connect(Path("steps")).execute(
+steps = open_runs("steps")
+rows = steps.rows(
     "SELECT intervention, layer, head, round(mean_second_key_mass, 4) FROM by_head ORDER BY ALL"
-).fetchall()
+)
 changed = [row[1:] for row in rows if row[0] != "none"]
 untouched = [row[1:] for row in rows if row[0] == "none"]
 # Values change no pattern of the layer that reads them.
 assert len(untouched) == 16 and changed[:8] == untouched[:8] and changed != untouched, rows
-assert connect(Path("steps")).execute("SELECT count(*) FROM restless_sinks").fetchone() == (32,)
+assert steps.rows("SELECT count(*) FROM restless_sinks") == [(32,)]
 headcount("reproduce", "copying.toml", "--json", "copying.json")
 
 plan = run(
@@ -78,14 +79,14 @@ plan = run(
     interventions=["none", "zero_query_bias"], input={"family": "uniform_random"},
 )
 query = "SELECT intervention, layer, sequence, update_norm FROM layers ORDER BY ALL"
-rows = connect(plan.run.path).execute(query).fetchall()
+rows = open_runs(plan.run.path).rows(query)
 assert len(rows) == 2 * 2 * 6, len(rows)
 headcount("compact", plan.run.path)
 assert len(list(Path(plan.run.path).glob("layers/*/merged-*.parquet"))) == 2
-connection = connect(plan.run.path)
-assert connection.execute(query).fetchall() == rows
+merged = open_runs(plan.run.path)
+assert merged.rows(query) == rows
 kinds = "SELECT kind, unit, runs FROM formulas WHERE name = 'update_norm'"
-assert connection.execute(kinds).fetchall() == [("layer statistic", "euclidean norm", 1)]
+assert merged.rows(kinds) == [("layer statistic", "euclidean norm", 1)]
 
 doctests = ["headcount/schemas/statistics/sink.py", "headcount/schemas/layer_statistics.py"]
 assert pytest.main(["-q", "--doctest-modules", *doctests]) == 0

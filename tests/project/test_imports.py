@@ -98,9 +98,10 @@ def imports() -> dict[Path, frozenset[str]]:
 
 def imports_of(file: Path, with_types: bool = True) -> Iterator[str]:
     nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
-    branches = [node for node in nodes if isinstance(node, ast.If)]
-    of_types = [each for each in branches if ast.unparse(each.test) == "TYPE_CHECKING"]
-    left_out = set() if with_types else {part for branch in of_types for part in branch.body}
+    left_out: set[ast.stmt] = set()
+    for node in nodes:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and not with_types:
+            left_out |= {*node.body} if node.test.id == "TYPE_CHECKING" else set()
     for node in nodes:
         if node in left_out:
             continue

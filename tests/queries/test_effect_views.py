@@ -17,6 +17,7 @@ from headcount.jobs.plan.calibration import calibration_of
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import json_value, unpacked
+from headcount.queries.report.loss_effects import trust
 from headcount.queries.report.report import write_report
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.places import place
@@ -125,18 +126,15 @@ def test_agreement_is_told_by_layer_and_over_all_layers(database: RunDatabase) -
         assert row["same_sign"] == pytest.approx((np.sign(x) == np.sign(y)).mean())
 
 
-def test_without_calibration_effects_say_so_and_a_report_says_what_would_make_one(
-    runs: Path, run_id: str, tmp_path: Path
+def test_without_calibration_effects_say_so_and_what_would_make_one(
+    runs: Path, run_id: str
 ) -> None:
     database = open_runs(runs / f"run_id={run_id}")
     rows = database.records("head_effects")
     assert {row["calibration"] for row in rows} == {"first order, not calibrated"}
-    assert database.records("effect_calibration") == []
-    write_report(database, tmp_path / "report.html")
-    section = data_of(tmp_path / "report.html")["sections"][f"{run_id}/none"]
-    for effect in section["effects"]["effects"]:
-        assert effect["trust"] == [f"first order, not calibrated: headcount calibrate {run_id}"] * 3
-        assert effect["pairs"] == []
+    assert database.records("effect_calibration") == database.records("calibrated_effects") == []
+    line = f"first order, not calibrated: headcount calibrate {run_id}"
+    assert {trust(run_id, [], "effect_mean", layer) for layer in (None, 0, 1)} == {line}
 
 
 def test_a_run_without_effects_has_none_to_rank_and_none_to_calibrate(runs: Path) -> None:
@@ -180,14 +178,16 @@ def test_a_report_says_how_far_effects_can_be_trusted(
     shown = data["sections"][f"{run_id}/none"]["effects"]
     names = ["effect_mean", "effect_window_1_3", "effect_zero_magnitude"]
     assert [effect["statistic"] for effect in shown["effects"]] == names
+    calibration = database.records("effect_calibration")
+    compared = database.records("calibrated_effects")
+    names = ("label", "estimate", "measured", "measured_error")
     for effect in shown["effects"]:
-        of_effect = f"WHERE statistic = '{effect['statistic']}'"
-        rows = database.records(f"FROM effect_calibration {of_effect}")
-        assert effect["trust"] == [words(row) for row in rows]
-        pairs = (
-            f"SELECT label, estimate, measured, measured_error FROM calibrated_effects {of_effect}"
+        rows, pairs = (
+            [row for row in all_rows if row["statistic"] == effect["statistic"]]
+            for all_rows in (calibration, compared)
         )
-        assert effect["pairs"] == json_value(database.records(pairs))
+        assert effect["trust"] == [words(row) for row in rows]
+        assert effect["pairs"] == json_value([{name: row[name] for name in names} for row in pairs])
     # The parts of a layer are five, and no mean over them.
     parts = database.records(
         "SELECT layer, part, sum(count * mean) / sum(count) AS mean FROM profiles "
@@ -219,15 +219,14 @@ def test_a_card_has_the_effects_of_its_head(database: RunDatabase, run_id: str) 
     assert [effect.statistic for effect in card.effects] == [row["statistic"] for row in rows]
     interventions = ["mean_head(1,2)", "stream_heads(1,3,L1H2)", "zero_head(1,2)"]
     assert [effect.intervention for effect in card.effects] == interventions
+    calibration = database.records("FROM effect_calibration WHERE layer = 1")
+    trusted = {row["statistic"]: words(row) for row in calibration}
     for effect, row in zip(card.effects, rows, strict=True):
         assert effect.effect == row["effect"]
         assert effect.standard_error == row["standard_error"]
         assert effect.direct == row["direct"]
         assert effect.indirect == row["indirect"]
-        (trusted,) = database.records(
-            f"FROM effect_calibration WHERE statistic = '{effect.statistic}' AND layer = 1"
-        )
-        assert effect.trust == words(trusted)
+        assert effect.trust == trusted[effect.statistic]
     assert card.effects[0].direct_error == card.statistic("direct_effect_mean").standard_error
 
 

@@ -9,6 +9,7 @@ import pytest
 from headcount.queries.open.connection import connect, view_descriptions
 from headcount.queries.open.exported_views import NOTE, STORE_NOTE, write_views
 from headcount.schemas.errors import HeadcountError
+from headcount.schemas.statistics import STATISTICS
 from tests.toys.toy_runs import Cell, Row, data_file, local, write_run
 
 
@@ -20,14 +21,18 @@ def rows(reader: duckdb.DuckDBPyConnection, sql: str) -> list[tuple[object, ...]
     return reader.execute(sql).fetchall()
 
 
-def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
+def test_the_file_is_read_from_anywhere_without_damage_and_renewed_while_a_scan_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns: dict[str, Cell] = {"sink_mass": sink, "entropy": lambda row: None}
-    write_run(tmp_path / "my runs", "a-1", columns, commit=[0])
+    run = write_run(tmp_path / "my runs", "a-1", columns, sequences=6, commit=[0, 1])
+    damaged = local(data_file(run, "heads", "none", 1))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
     monkeypatch.chdir(tmp_path)
     output = Path("head.duckdb")
-    assert "over 1 run (1 of 2 shards done), " in write_views("my runs", output)[0]
+    written, [damage] = write_views("my runs", output)
+    assert "over 1 run (1 of 3 shards done), " in written
+    assert "shard-000001.parquet has" in damage
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     output = tmp_path / "head.duckdb"
@@ -49,16 +54,28 @@ def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
         rows(reader, "FROM sink_values")
     views = rows(reader, "SELECT view_name FROM duckdb_views() WHERE comment <> ''")
     assert {("heads",), ("by_head",), ("outliers",)} <= {*views}
+    known = set(view_descriptions(connect(tmp_path / "my runs")))
+    listed = rows(reader, "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main'")
+    assert known <= {name for (name,) in listed}
+    assert f"head.duckdb: {len(known)} views and " in written
+    # DuckDB 1.4 has no function `if`, which it parses away and 2.0 stores.
+    stored = "SELECT sql FROM duckdb_views() UNION ALL SELECT macro_definition FROM "
+    found = rows(reader, f"{stored}duckdb_functions() WHERE NOT internal")
+    assert not [text for (text,) in found if re.search(r'\bif"?\(', str(text))]
+    sql = "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'by_head'"
+    comments = dict(reader.execute(sql).fetchall())
+    assert comments["mean_entropy"] == f"Mean over sequences: {STATISTICS['entropy'].description}"
+    assert comments["head"] == "Head within the layer, from 0."
     # DuckDB 1.4 reads formats up to 67. The number stands after a checksum and the letters DUCK.
     header = output.read_bytes()[:20]
     assert (header[8:12], int.from_bytes(header[12:20], "little")) == (b"DUCK", 67)
     refresh = f"headcount views '{tmp_path}/my runs' -o {output}"
     sql = "SELECT shards_done || ' of ' || shards, refresh, note FROM headcount_notes"
-    assert rows(reader, sql) == [("1 of 2", refresh, NOTE)]
+    assert rows(reader, sql) == [("1 of 3", refresh, NOTE)]
 
     # The scan has gone on. The open file stays as it was, and a new reader sees more.
-    write_run(tmp_path / "more", "a-1", columns)
-    for file in (tmp_path / "more").rglob("shard-000001*"):
+    write_run(tmp_path / "more", "a-1", columns, sequences=6)
+    for file in (tmp_path / "more").rglob("shard-000002*"):
         place = tmp_path / "my runs" / file.relative_to(tmp_path / "more")
         place.write_bytes(file.read_bytes())
     write_views(str(tmp_path / "my runs"), output)
@@ -68,25 +85,6 @@ def test_the_file_is_read_from_anywhere_and_renewed_while_a_scan_goes_on(
         assert rows(renewed, "SELECT count(*) FROM heads") == [(24,)]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"elsewhere", "head.duckdb", "more", "my runs"}
-
-
-def test_it_has_all_views_and_leaves_damage_out(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs", "a-1", {"sink_mass": sink})
-    file = local(data_file(run, "heads", "none", 1))
-    file.write_bytes(file.read_bytes()[:-1])
-    written, [damage] = write_views(str(tmp_path / "runs"), tmp_path / "head.db")
-    assert "shard-000001.parquet has" in damage
-    with duckdb.connect(str(tmp_path / "head.db"), read_only=True) as reader:
-        assert rows(reader, "SELECT DISTINCT shard FROM heads") == [(0,)]
-        known = set(view_descriptions(connect(tmp_path / "runs", lazily=True)))
-        listed = rows(reader, "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main'")
-        assert known <= {name for (name,) in listed}
-        # DuckDB 1.4 has no function `if`, which it parses away and 2.0 stores.
-        stored = "SELECT sql FROM duckdb_views() UNION ALL SELECT macro_definition FROM "
-        found = rows(reader, f"{stored}duckdb_functions() WHERE NOT internal")
-        texts = [str(text) for (text,) in found]
-        assert not [text for text in texts if re.search(r'\bif"?\(', text)]
-    assert f"head.db: {len(known)} views and " in written
 
 
 def test_without_a_run_an_older_file_stays(tmp_path: Path) -> None:

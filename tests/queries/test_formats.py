@@ -32,7 +32,7 @@ from tests.toys.commands import printed
 NUMBERS = "range(100000000000) a, range(10000) b"
 ENDLESS = f"SELECT count(*) FROM {NUMBERS} WHERE a.range % 7 = b.range % 3"
 
-SECONDS_BEHIND_THE_BEGINNING = 1.0
+SECONDS_BEHIND_THE_BEGINNING = 0.6
 """Seconds of a processor after which a command has long begun its query."""
 
 
@@ -44,7 +44,7 @@ class Terminal(io.StringIO):
 @cache
 def connection_to(small: Path) -> duckdb.DuckDBPyConnection:
     """One connection for all queries."""
-    return connect(small, lazily=True)
+    return connect(small)
 
 
 def table_lines(
@@ -176,16 +176,12 @@ def test_every_format_keeps_null_nested_values_quotes_and_unicode(
 def test_the_name_of_a_file_says_its_format(small: Path, tmp_path: Path) -> None:
     query = "SELECT layer, head FROM heads ORDER BY ALL LIMIT 2"
     contents = {}
-    for name in ("a.csv", "a.json", "a.jsonl", "a.txt", "a.CSV"):
-        assert printed("query", small, query, "-o", str(tmp_path / name)) == ""
+    for name, *options in (("a.txt",), ("a.CSV",), ("odd.dat", "--format", "csv")):
+        assert printed("query", small, query, "-o", str(tmp_path / name), *options) == ""
         contents[name] = (tmp_path / name).read_text()
-    assert contents["a.csv"] == contents["a.CSV"] == "layer,head\n0,0\n0,0\n"
-    assert json.loads(contents["a.json"]) == [{"layer": 0, "head": 0}] * 2
-    assert contents["a.jsonl"] == '{"layer": 0, "head": 0}\n' * 2
+    assert contents["odd.dat"] == contents["a.CSV"] == "layer,head\n0,0\n0,0\n"
     assert contents["a.txt"].splitlines()[0].split() == ["layer", "head"]
-    printed("query", small, query, "-o", str(tmp_path / "odd.dat"), "--format", "csv")
-    assert (tmp_path / "odd.dat").read_text() == contents["a.csv"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*contents, "odd.dat"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(contents)
 
 
 def test_parquet_says_what_columns_mean(small: Path, tmp_path: Path) -> None:
@@ -230,7 +226,7 @@ def test_queries_come_from_files_and_stdin(small: Path, tmp_path: Path) -> None:
     file = tmp_path / "count.sql"
     # With a byte order mark, as editors on Windows write it.
     file.write_text("-- how many\nSELECT count(*) AS n FROM heads;\n", encoding="utf-8-sig")
-    for arguments in ((str(file),), (f"@{file}",), ("-f", str(file)), ("--file", str(file))):
+    for arguments in ((str(file),), (f"@{file}",), ("-f", str(file))):
         assert printed("query", small, *arguments, "--format", "csv") == "n\n24\n"
     for arguments in (("-",), ("-f", "-")):
         answer = printed("query", small, *arguments, "--format", "csv", stdin="SELECT 2 AS a")

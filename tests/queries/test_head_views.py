@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ import duckdb
 import numpy as np
 import pytest
 
-from headcount.queries.open.connection import connect as connect_eagerly
+from headcount.queries.open.connection import connect
 from headcount.workers.model.files.model_info import find_model
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import Cell, Entry, ask, write_run
 
 # All queries here go through `run_query`, which makes the views that they name.
-connect = partial(connect_eagerly, lazily=True)
 
 COLUMNS = [
     "sink_alpha", "entropy", "head_output_norm", "head_output_norm_last", "sink_value_norm",

@@ -92,7 +92,7 @@ def test_a_statistic_is_asked_of_the_runs_that_measured_it(tmp_path: Path) -> No
         write_run(tmp_path, run, dict.fromkeys(columns, lambda row: float(row.head)))
     without_sinks = open_runs(tmp_path / "run_id=a-1")
     both = open_runs(tmp_path)
-    for name in ("ranking", "quantiles", "outliers"):
+    for name in ("ranking", "outliers"):
         with pytest.raises(QueryError, match=r"'sink_mass' was not measured .*; --statistic names"):
             without_sinks.records(name)
         assert without_sinks.records(f"FROM {name}(statistic := 'entropy')")

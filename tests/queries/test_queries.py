@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,18 @@ from headcount.queries.ask.formats import Format, rows_to_read, write
 from headcount.queries.ask.named_queries import QUERIES
 from headcount.queries.ask.text_tables import COUNTED_ROWS
 from headcount.queries.commands.query import commands
-from headcount.queries.open.connection import MACROS, OPENED, sources_read, view_descriptions
-from headcount.queries.open.connection import connect as connect_eagerly
+from headcount.queries.open.connection import (
+    MACROS,
+    OPENED,
+    connect,
+    make_views,
+    sources_read,
+    view_descriptions,
+)
 from headcount.queries.open.descriptions import VIEWS
-from headcount.queries.open.table_sql import SOURCES
-from headcount.schemas.errors import QueryError, RunError
+from headcount.queries.open.shipped_views import DYNAMIC
+from headcount.queries.open.table_sql import SOURCES, source_sql
+from headcount.schemas.errors import QueryError
 from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.statistics import STATISTICS
 from tests.toys.toy_runs import (
@@ -37,7 +43,6 @@ from tests.toys.toy_runs import (
     write_run,
 )
 
-connect = partial(connect_eagerly, lazily=True)
 SINKS: dict[str, Cell] = {"sink_mass": lambda row: sink_mass(row)}
 
 NORMS: dict[str, Cell] = {
@@ -234,16 +239,10 @@ def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
         assert ask(connection, query) == rows
 
 
-def test_every_shipped_query_is_described(tmp_path: Path) -> None:
-    write_run(tmp_path, "a-1", SINKS | {"entropy": lambda row: 0.5})
-    connection = connect_eagerly(tmp_path)
-    descriptions = view_descriptions(connection)
+def test_every_shipped_query_is_described(database: RunDatabase) -> None:
+    descriptions = view_descriptions(database.connection)
     assert list(descriptions) == [*VIEWS, *sorted(file.stem for file in QUERIES.rglob("*.sql"))]
     assert [name for name, description in descriptions.items() if "." not in description] == []
-    sql = "SELECT column_name, comment FROM duckdb_columns() WHERE table_name = 'by_head'"
-    comments = dict(connection.execute(sql).fetchall())
-    assert comments["mean_entropy"] == f"Mean over sequences: {STATISTICS['entropy'].description}"
-    assert comments["head"] == "Head within the layer, from 0."
 
 
 # What counts
@@ -332,8 +331,6 @@ def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: An
     query = "SELECT run_id, count(sink_mass), count(entropy), count(*) FROM heads GROUP BY 1"
     assert ask(home, f"{query} ORDER BY 1") == [("a-1", 24, 0, 24), ("b-2", 0, 24, 24)]
     assert "date" not in run_query(connect(home), "heads").schema.names
-    with pytest.raises(RunError, match="no run here"):
-        connect(run.path / "commits")
 
 
 @pytest.mark.long
@@ -341,7 +338,8 @@ def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
     tmp_path: Path,
 ) -> None:
     write_run(tmp_path, "a-1", NEEDED, curves={"attention_received_by_key": lambda row: [0.5] * 5})
-    connection = connect_eagerly(tmp_path)
+    connection = connect(tmp_path)
+    make_views(connection)
     opened = OPENED[connection]
 
     def ask_with_unreadable(sources: set[str], query: str) -> None:
@@ -349,7 +347,7 @@ def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
         cursor.execute("BEGIN TRANSACTION")
         for source in sources:
             cursor.execute(
-                f"CREATE OR REPLACE VIEW internal.{source} AS FROM internal.{source}_content "
+                f"CREATE OR REPLACE VIEW internal.{source} AS {source_sql(SOURCES[source], [])} "
                 f"UNION ALL BY NAME SELECT error('{source} is read') AS run_id"
             )
         try:
@@ -363,12 +361,6 @@ def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
     with pytest.raises(duckdb.Error, match="heads is read"):
         ask_with_unreadable({"heads"}, "by_head")
     assert sources_read(opened, "FROM query_table('he' || 'ads')") == list(SOURCES)
-
-
-@pytest.mark.parametrize("call", ["query", "QUERY/* of text */"])
-def test_the_text_of_a_function_may_name_any_view(small: Path, call: str) -> None:
-    """Views are made when a query names them."""
-    assert open_runs(small).rows(f"FROM {call}('SELECT count(*) FROM by_head')") == [(6,)]
 
 
 def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
@@ -425,11 +417,11 @@ WRITES = [
 ]
 OTHERS = [
     *("SELECT 1; SELECT 2", "SELECT 1) UNION ALL (SELECT 2", "SELECT 1 /*", "EXECUTE x"),
-    *("RESET ALL", "VACUUM", "FROM query('DROP VIEW heads')", "FROM read_text('{neighbour}')"),
+    *("RESET ALL", "VACUUM", "FROM read_text('{neighbour}')"),
     *("FROM read_csv('{secret}')", "FROM '{secret}'", "FROM read_text('{run}/../../secret.csv')"),
     *("FROM read_blob('/proc/self/environ')", "FROM read_parquet('s3://bucket/x.parquet')"),
     *("FROM glob('/*')", "FROM glob('{run}/../../*')", "FROM sniff_csv('{secret}')"),
-    *("FROM parquet_metadata('{secret}')", "SELECT * FROM sqlite_scan('{secret}', 't')"),
+    "FROM parquet_metadata('{secret}')",
     # DuckDB could take this Python variable for a table.
     "FROM here",
 ]
@@ -452,8 +444,15 @@ def test_writing_and_reading_outside_the_runs_is_refused_in_one_line(tmp_path: P
     assert ask(connection, "SELECT count(*) FROM runs") == [(1,)]
 
 
-def test_queries_of_every_kind(database: RunDatabase) -> None:
-    connection = database.connection
+def test_queries_of_every_kind(small: Path) -> None:
+    connection = connect(small)
+    # Views are made when a query names them. The text of a function may name any.
+    call = "QUERY/* of text */('SELECT count(*) FROM by_head')"
+    assert DYNAMIC.search("query('')")
+    assert ask(connection, f"FROM {call}") == [(6,)]
+    for refused in ("query('DROP VIEW heads')", "sqlite_scan('/etc/passwd', 't')"):
+        with one_line(QueryError):
+            ask(connection, f"FROM {refused}")
     pivot = "PIVOT heads ON layer USING count(*) GROUP BY head ORDER BY head DESC"
     for query, rows in {
         "-- a comment\nSELECT max(layer) FROM heads; -- the end": [(1,)],

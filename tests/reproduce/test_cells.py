@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from headcount.queries.ask.asking import RunDatabase
-from headcount.reproduce.replication import replications
 from headcount.reproduce.replication_runs import open_replication_runs
 from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.intervention import parse_intervention
@@ -26,8 +25,9 @@ from tests import ROOT
 from tests.reproduce.controls import measured_runs, stand_in_files
 from tests.toys import published
 from tests.toys.random_model import FAMILIES, LIVELY, write_random_model
+from tests.toys.toy_replications import REPLICATIONS
 
-REPLICATION = replications()["sink_circuit_models"]
+REPLICATION = REPLICATIONS["sink_circuit_models"]
 SIZES = {"n_layers": 6, "n_heads": 4, "d_head": 16, "d_vocab": 300}
 LETTERS = "abcdefghij"
 

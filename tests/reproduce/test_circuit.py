@@ -11,7 +11,6 @@ from transformers import GPT2LMHeadModel
 
 from headcount.jobs.resources import Resources
 from headcount.queries.ask.asking import RunDatabase
-from headcount.reproduce.replication import replications
 from headcount.reproduce.replication_runs import (
     measure_runs,
     open_replication_runs,
@@ -19,9 +18,9 @@ from headcount.reproduce.replication_runs import (
 )
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import find_model
+from tests.toys.toy_replications import REPLICATIONS
 
 MODEL = "bundled:gpt2-mini"
-REPLICATIONS = replications()
 
 
 def measured(name: str, out: Path, *overrides: str) -> RunDatabase:

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 from docs import pages
-from headcount.reproduce.replication import replications
 from headcount.schemas.errors import ScanError
+from tests.toys.toy_replications import REPLICATIONS
 
 
 def problems(directory: Path = pages.CLAIMS) -> list[str]:
     """What claims name that is not there; one line each."""
-    shown: dict[str, list[str]] = {}
-    for name, replication in replications().items():
-        shown[name] = [value.full_name for value in replication.published_values]
-        shown[name] += [claim.words for claim in replication.claim]
-        shown[name] += [figure.title for figure in replication.figure]
+    shown = {
+        name: [value.full_name for value in each.published_values]
+        + [claim.words for claim in each.claim]
+        + [figure.title for figure in each.figure]
+        for name, each in REPLICATIONS.items()
+    }
     known_words = pages.known_words()
     lines: list[str] = []
     for file, source in pages.sources(directory).items():

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headcount.reproduce.replication import Replication, replications
+from headcount.reproduce.replication import Replication
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.replica import Replica
 from tests.reproduce.controls import (
@@ -18,9 +18,7 @@ from tests.reproduce.controls import (
     short_replication,
 )
 from tests.toys.random_model import LIVELY
-from tests.toys.toy_replications import toy_replication
-
-REPLICATIONS = replications()
+from tests.toys.toy_replications import REPLICATIONS, toy_replication
 
 # The one-layer toy has uniform attention if it is untrained: 1/2 for the first key of 2, and so on.
 SCAN = {
@@ -42,8 +40,8 @@ RATIO = (
 )
 
 
-def toy(**check: object) -> Any:
-    return toy_replication(**TOY, check=[{"tolerance_reason": "a toy"} | check])
+def toy(*checks: dict[str, Any]) -> Any:
+    return toy_replication(**TOY, check=[{"tolerance_reason": "a toy"} | each for each in checks])
 
 
 def names(controls: Iterable[Control], control: str) -> list[str]:
@@ -64,41 +62,38 @@ def controls_of(tmp_path_factory: pytest.TempPathFactory) -> Controls:
 MEANS = "SELECT intervention, mean FROM means"
 
 
-@pytest.fixture
-def two_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer models, for tests that are no `long` ones."""
+def test_what_passes_that_must_not_is_found_unless_it_says_why(
+    controls_of: Controls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.reproduce.controls.SEEDS", range(2))
-
-
-@pytest.mark.usefixtures("two_seeds")
-def test_a_figure_that_random_weights_pass_is_found_unless_it_says_why(
-    controls_of: Controls,
-) -> None:
     # The mean of 1/5, 1/6, 1/7 and 1/8: attention that is the same everywhere.
-    published = {"none": np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8]), "zero_positions": 0.9}
-    check = {"sql": MEANS, "tolerance": 0.02, "published": published}
-    assert names(controls_of("toy", toy(**check)).measure(), "random") == ["none"] * 2
-    excused = toy(**check, passes_random={"no*": "a control"})
-    assert {each.reason for each in controls_of("toy", excused).measure()} == {"a control"}
-
-
-@pytest.mark.usefixtures("two_seeds")
-def test_a_figure_that_an_intervention_without_effect_passes_is_found(
-    controls_of: Controls,
-) -> None:
-    for sql, tolerance, published in (
-        # The untouched model depends on no intervention, and 0.5 is too far from 1.
-        (RATIO, 0.2, {"none ratio": 1, "zero_positions ratio": 0.9, "zero_head(0,0) ratio": 0.5}),
-        # Doing nothing gives what was published for the untouched model, 0.6.
-        (MEANS, 0.1, {"none": 0.6, "zero_positions": 0.55, "zero_head(0,0)": 0.1}),
-    ):
-        replication = toy(sql=sql, tolerance=tolerance, published=published)
-        wrong = names(controls_of("toy", replication).measure(), "null")
-        assert [name.removesuffix(" ratio") for name in wrong] == ["zero_positions"]
+    uniform = np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8])
+    random = {
+        "sql": "SELECT intervention || ' at random', mean FROM means", "tolerance": 0.02,
+        "published": {"none at random": uniform, "zero_positions at random": 0.9,
+                      "zero_head(0,0) at random": uniform},
+        "passes_random": {"zero*": "a control"},
+    }  # fmt: skip
+    # The untouched model depends on no intervention, and 0.5 is too far from 1.
+    ratios = {"none ratio": 1, "zero_positions ratio": 0.9, "zero_head(0,0) ratio": 0.5}
+    # Doing nothing gives what was published for the untouched model, 0.6.
+    means = {"none": 0.6, "zero_positions": 0.55, "zero_head(0,0)": 0.1}
+    replication = toy(
+        random,
+        {"sql": RATIO, "tolerance": 0.2, "published": ratios},
+        {"sql": MEANS, "tolerance": 0.1, "published": means},
+    )
+    controls = controls_of("toy", replication).measure()
+    at_random = [each for each in controls if each.name.endswith(" at random")]
+    assert names(at_random, "random") == ["none at random"] * 2
+    excused = [(each.name, each.reason) for each in at_random if each.reason]
+    assert excused == [("zero_head(0,0) at random", "a control")] * 2
+    others = [each for each in controls if each not in at_random]
+    assert names(others, "null") == ["zero_positions ratio", "zero_positions"]
 
 
 def test_an_intervention_that_does_nothing_has_the_untouched_rows(controls_of: Controls) -> None:
-    controls = controls_of("toy", toy(sql="", tolerance=1, published={"a": 1}))
+    controls = controls_of("toy", toy({"sql": "", "tolerance": 1, "published": {"a": 1}}))
     changed, untouched = (
         dict(
             controls.database(controls.runs(SIZES, LIVELY, replica_class=replica)).rows(

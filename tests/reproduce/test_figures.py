@@ -17,14 +17,14 @@ from selenium.webdriver.common.by import By
 
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.report.html_page import unpacked
-from headcount.reproduce.replication import Figure, replications
+from headcount.reproduce.replication import Figure
 from headcount.reproduce.replication_figures import write_page
 from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.reproduction import Attempt
 from headcount.reproduce.verdicts import Result
 from headcount.schemas.errors import QueryError, RunError
 from tests.pages.browser import chromium, requested_urls
-from tests.toys.toy_replications import toy_replication
+from tests.toys.toy_replications import REPLICATIONS, toy_replication
 from tests.toys.toy_runs import one_line, without_runs, write_run
 
 EVIL = "</script><b>Eve & co"
@@ -159,7 +159,7 @@ def test_rows_become_series_and_cells(tmp_path: Path) -> None:
 
 def test_only_runs_on_a_disk_have_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nothing = {"view": {}, "check": (), "claim": (), "figure": ()}
-    replication = replications()["previous_token"].model_copy(update=nothing)
+    replication = REPLICATIONS["previous_token"].model_copy(update=nothing)
     write_run(tmp_path / "1234abcd", "a-1", {"sink_mass": lambda row: 1.0})
     database = open_runs(tmp_path / "1234abcd")
     monkeypatch.setattr("headcount.reproduce.replication_runs.open_runs", lambda *_, **__: database)

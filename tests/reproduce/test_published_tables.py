@@ -13,13 +13,12 @@ import duckdb
 import numpy as np
 import pytest
 
-from headcount.reproduce.replication import replications
 from headcount.reproduce.replication_runs import plan_replication
 from headcount.reproduce.verdicts import has_sizes
 from tests.toys import published
 from tests.toys import toy_models as toy
+from tests.toys.toy_replications import REPLICATIONS
 
-REPLICATIONS = replications()
 HEADS = [f"L{layer}H{head}" for layer in range(12) for head in range(12)]
 EVALUATED = 64
 """The profiler looks at the last 64 queries."""

@@ -128,6 +128,7 @@ def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path
     assert not file.exists()
 
 
+@pytest.mark.long
 def test_qwen_reads_texts_that_its_own_tokenizer_counts(
     copies: Path, tokenizer: Path, tmp_path: Path
 ) -> None:

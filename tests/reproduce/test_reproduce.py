@@ -31,19 +31,18 @@ from headcount.reproduce.replication import (
 from headcount.reproduce.replication_figures import write_page
 from headcount.reproduce.replication_runs import open_replication_runs, plan_replication
 from headcount.reproduce.verdicts import Result, judge, warning
-from headcount.schemas.errors import ScanError
+from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import find_model
 from tests.reproduce.controls import measured_runs, null_claims
 from tests.toys import published
 from tests.toys import toy_models as toy
-from tests.toys.toy_replications import replication_text, toy_replication
+from tests.toys.toy_replications import REPLICATIONS, replication_text, toy_replication
 from tests.toys.toy_runs import one_line, without_runs
 
-REPLICATIONS = replications()
-QUICK = ("position_geometry", "sink_circuit_no_mlp")
-"""They measure fewest sequences; what runs them is the same for all replications."""
+QUICK = "sink_circuit_no_mlp"
+"""It measures few sequences, under interventions. What runs it is the same for all."""
 
 
 def reproduce(*words: str) -> tuple[int, str]:
@@ -64,7 +63,7 @@ def models() -> Iterator[KnownModels]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.long]) for n in REPLICATIONS]
+    "name", [pytest.param(n, marks=[] if n == QUICK else [pytest.mark.long]) for n in REPLICATIONS]
 )
 def test_every_replication_shows_its_claims_on_its_miniature_and_not_without_its_interventions(
     name: str, tmp_path: Path, models: KnownModels, monkeypatch: pytest.MonkeyPatch
@@ -371,39 +370,25 @@ def test_a_training_has_as_many_tokens_as_its_command(name: str) -> None:
 # Mistakes
 
 
-OWN = replication_text("""
-[scan.random]
-n_ctx = 8
-sequences = 2
-statistics = ["sink_mass"]
-input = { family = "uniform_random" }
-
-[[check]]
-published = {}
-sql = "SELECT 'sink', avg(sink_mass) FROM replication_heads"
-
-[[claim]]
-sql = "SELECT 'sink', avg(sink_mass), true FROM replication_heads"
-""")
-
-
-def test_mistakes_in_its_sql_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headcount.reproduce.replication.REPLICATIONS", tmp_path)
-
-    def reproduce_own(right: str, wrong: str) -> str:
-        (tmp_path / "own.toml").write_text(OWN.replace(right, wrong))
-        result = CliRunner().invoke(app, ["reproduce", "own", "--out", str(tmp_path / "runs")])
-        return "" if result.exit_code == 0 else str(result.exception)
-
-    avg, known = "avg(sink_mass)", "did you mean 'sink_mass'? Nearest: "
-    assert reproduce_own("", "") == ""
-    for right, wrong, line in (
-        (f"{avg} FROM", "avg(sink_mas) FROM", f"unknown column 'sink_mas': {known}"),
-        (f"{avg}, true", avg, f"expected 3 columns, got 2, in SELECT 'sink', {avg} FROM "),
-        (f", {avg} FROM", " FROM", "expected 2 columns, got 1, in SELECT 'sink' FROM replication"),
-        (f", {avg} FROM", ", 1 FROM range(2),", "a check names 'sink' twice"),
+def test_mistakes_in_its_sql_are_lines() -> None:
+    rows = "FROM (SELECT 0.5 AS sink_mass)"
+    for field, sql, line in (
+        (
+            "check",
+            f"SELECT 'sink', avg(sink_mas) {rows}",
+            "unknown column 'sink_mas': did you",
+        ),
+        (
+            "claim",
+            f"SELECT 'sink', 1 {rows}",
+            "expected 3 columns, got 2, in SELECT 'sink', 1",
+        ),
+        ("check", f"SELECT 'sink' {rows}", "expected 2 columns, got 1, in SELECT 'sink' FROM"),
+        ("check", "SELECT 'sink', 1 FROM range(2)", "a check names 'sink' twice"),
     ):
-        assert reproduce_own(right, wrong).startswith(f"own: {line}")
+        entry = {"sql": sql} | ({"published": {}} if field == "check" else {})
+        with one_line(RunError, re.escape(f"toy: {line}")):
+            verdicts(toy_replication(**{field: [entry]}))
 
 
 def test_replications_are_listed_and_a_file_that_is_none_is_a_line(

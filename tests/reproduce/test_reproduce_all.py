@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.run.progress import WholeProgress
-from headcount.reproduce.replication import StandInText, replications
+from headcount.reproduce.replication import StandInText
 from headcount.reproduce.reproduce_commands import SOMETHING_SKIPPED, texts_of_replications
 from headcount.schemas.errors import RunError, ScanError
 from headcount.workers.model.files import known_models
 from headcount.workers.model.files.known_models import KnownModels
 from tests.toys import toy_models as toy
 from tests.toys.hub_server import MODEL, hub
-from tests.toys.toy_replications import replication_text
+from tests.toys.toy_replications import REPLICATIONS, replication_text
 
 SCANS = """
 [defaults]
@@ -186,7 +186,7 @@ def test_a_text_is_for_its_replications(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for name in ("poem.txt", "novel.txt"):
         Path(name).write_text("a")
-    replication = replications()["first_keys"]
+    replication = REPLICATIONS["first_keys"]
     whats = {"a": "a poem", "b": "a novel", "c": "a poem", "d": None}
     selection = {
         name: replication.model_copy(update={"text": StandInText(what=what) if what else None})

@@ -14,14 +14,12 @@ from headcount.reproduce.replication import (
     Check,
     PublishedValue,
     prediction_factor,
-    replications,
 )
 from headcount.reproduce.verdicts import judge
 from tests.toys import toy_models as toy
-from tests.toys.toy_replications import toy_replication
+from tests.toys.toy_replications import REPLICATIONS, toy_replication
 from tests.toys.toy_runs import without_runs
 
-REPLICATIONS = replications()
 DRAWS = 40_000
 """Pairs of a source and of a right model. Their shares scatter by 0.0005."""
 

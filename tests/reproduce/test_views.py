@@ -9,9 +9,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from headcount.reproduce.replication import replications
-
-REPLICATIONS = replications()
+from tests.toys.toy_replications import REPLICATIONS
 
 
 def opened(name: str, views: tuple[str, ...] = (), **tables: str) -> duckdb.DuckDBPyConnection:

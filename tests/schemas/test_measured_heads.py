@@ -212,7 +212,7 @@ def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path):
     plan = finished(tmp_path, gpt2, **fields)
     heads = [(0, 1), (2, 0), (2, 3)]
     for _ in range(2):
-        runs = connect(plan.run.path, lazily=True)
+        runs = connect(plan.run.path)
         for question, rows in {
             "SELECT count(*) FROM heads": [(4 * 3,)],
             "SELECT DISTINCT layer, head FROM heads ORDER BY ALL": heads,

@@ -137,7 +137,7 @@ def test_the_commit_is_written_last_and_each_file_is_one_put(measured_plan: Plan
 
 def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan):
     write_whole(place("s3://bucket/other/secret.parquet"), b"PAR1")
-    connection = connect(measured_plan.scan.out, lazily=True)
+    connection = connect(measured_plan.scan.out)
     inside = data_file(measured_plan.run, "heads", "none", 0)
     assert len(list(run_query(connection, f"SELECT DISTINCT sequence FROM '{inside}'").rows())) == 2
     for outside in (

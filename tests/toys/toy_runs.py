@@ -52,12 +52,12 @@ def local(where: Place) -> Path:
 def connect_to_tables(path: str | Place) -> duckdb.DuckDBPyConnection:
     """A connection without the shipped views and comments: it opens in a fraction of the time."""
     # This folder has no `.sql` files.
-    return connect(path, queries=Path(__file__).parent, lazily=True)
+    return connect(path, queries=Path(__file__).parent)
 
 
 def ask(runs: duckdb.DuckDBPyConnection | str | Place, query: str) -> list[tuple[Any, ...]]:
     """The rows of an answer, with the views that the query names."""
-    opened = runs if isinstance(runs, duckdb.DuckDBPyConnection) else connect(runs, lazily=True)
+    opened = runs if isinstance(runs, duckdb.DuckDBPyConnection) else connect(runs)
     return list(run_query(opened, query).rows())
 
 

@@ -116,7 +116,7 @@ def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
     tmp_path: Path, kind: str, name: str, word: str
 ):
     first, second = planned(tmp_path, "a"), planned(tmp_path, "b")
-    connect(tmp_path, lazily=True)
+    connect(tmp_path)
     file = local(second.run.manifest_file)
     manifest = json.loads(file.read_text())
     manifest[kind][name]["fingerprint"] = "0" * 12
@@ -129,4 +129,4 @@ def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
         rf"and another in run {second.run.run_id} \(0+\)"
     )
     with pytest.raises(QueryError, match=problem):
-        connect(tmp_path, lazily=True)
+        connect(tmp_path)

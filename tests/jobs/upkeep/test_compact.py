@@ -495,7 +495,7 @@ def test_a_compaction_of_a_run_in_use_changes_nothing(run: RunDirectory):
 def test_a_query_whose_files_are_merged_before_it_reads_them_has_every_row(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ):
-    connection = connect(run.path, lazily=True)
+    connection = connect(run.path)
     sql = "SELECT count(*), count(entropy), max(entropy) FROM heads"
     before = list(run_query(connection, sql).rows())
     unmerged = [run]
@@ -520,7 +520,7 @@ def said_at_its_end(run: RunDirectory) -> list[str]:
 
 def rows_in_roll_ups(run: RunDirectory) -> int | None:
     sql = "SELECT sum(count + undefined) FROM rollups WHERE NOT by_subset AND statistic = 'entropy'"
-    return connect(run.path, lazily=True).execute(sql).fetchall()[0][0]
+    return connect(run.path).execute(sql).fetchall()[0][0]
 
 
 def test_a_large_run_is_merged_when_it_is_complete(

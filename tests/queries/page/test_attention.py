@@ -76,8 +76,7 @@ def asker_of(runs: Path, **options: Any) -> Asker:
     return asker
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("intervention", ["none", "mask_keys(0,2)"])
+@pytest.mark.parametrize(("intervention", "layer"), [("none", 0), ("mask_keys(0,2)", 1)])
 @pytest.mark.parametrize("name", ["plain", pytest.param("windowed", marks=pytest.mark.long)])
 def test_rows_are_those_of_the_reference_and_columns_those_that_were_kept(
     home: Path, name: str, intervention: str, layer: int, monkeypatch: pytest.MonkeyPatch

@@ -197,9 +197,9 @@ class Oracle:
     def rows(self, sql: str) -> list[dict[str, Any]]:
         return self.files.sql(sql).to_arrow_table().to_pylist()
 
-    def array(self, shape: tuple[int, ...], sql: str, empty: float = 0.0) -> np.ndarray:
+    def array(self, shape: tuple[int, ...], sql: str) -> np.ndarray:
         """The last column by all others, which are places. NULL is neither place nor number."""
-        array = np.full(shape, empty)
+        array = np.zeros(shape)
         for *place, number in self.files.execute(sql).fetchall():
             if None not in (*place, number):
                 array[tuple(place)] = number
@@ -227,23 +227,21 @@ class Oracle:
 
     def heatmap(self) -> tuple[Any, ...]:
         names = [self.statistic] if self.statistic else IN_ORDER
-
-        def numbers(column: str, empty: float) -> np.ndarray:
-            is_head = "head" in self.asked
-            keys, shape = ("0, 0", (1, 1)) if is_head else ("layer, head", CELLS_OF_MAP)
-            rows = f"{self.of_head if is_head else self.of_scope} GROUP BY ALL"
-            return np.array([
-                self.array(shape, f"SELECT {keys}, {column.format(x=x)} {rows}", empty)
-                for x in names
-            ])  # fmt: skip
-
+        keys, shape, rows = "layer, head", CELLS_OF_MAP, self.of_scope
+        if "head" in self.asked:
+            keys, shape, rows = "0, 0", (1, 1), self.of_head
         error = "stddev_samp({x}::DOUBLE) / sqrt(count({x}))"
         means = ("avg({x})", error, "min({x})", "max({x})", "nullif(count({x}), 0)")
         counts = ("count({x})", "count({x})", "count(*) - count({x})")
-        return (
-            *(numbers(column, math.nan) for column in means),
-            *(numbers(column, 0) for column in counts),
-        )
+        arrays = [np.full((len(names), *shape), math.nan) for _ in means]
+        arrays += [np.zeros((len(names), *shape)) for _ in counts]
+        for place, name in enumerate(names):
+            columns = ", ".join(means + counts).format(x=name)
+            sql = f"SELECT {keys}, {columns} {rows} GROUP BY ALL"
+            for layer, head, *numbers in self.files.execute(sql).fetchall():
+                for array, number in zip(arrays, numbers, strict=True):
+                    array[place, layer, head] = number
+        return tuple(arrays)
 
     def histograms(self) -> tuple[Any, ...]:
         names = self.asked["statistics"]
@@ -309,8 +307,7 @@ QUERIES = [
 SAMPLED = {"histograms", "cube"}
 SCOPES: list[dict[str, Any]] = [
     {},
-    {"subset": "ArXiv", "layers": [1, 1]},
-    {"layers": [0, 0]},
+    {"subset": "ArXiv", "layers": [0, 0]},
     {"intervention": "zero_key_bias", "subset": "<b>Books</b>", "layers": [0, 1]},
     {"subset": "' OR true --"},
 ]
@@ -345,11 +342,12 @@ async def hold_to_sql(
 @pytest.mark.parametrize("scope", SCOPES, ids=str)
 def test_every_query_gives_what_sql_gives(ask: Asker, files: Files, scope: dict[str, Any]) -> None:
     for sql in asyncio.run(hold_to_sql(ask, files, scope)):
-        # Of a subset that is not there, only counts have rows.
-        assert ask("sql", text=sql)["rows"] or scope == SCOPES[-1], sql
+        # Of these the one has no condition, and the other every condition.
+        if scope in (SCOPES[0], SCOPES[2]):
+            assert ask("sql", text=sql)["rows"], sql
 
 
-@pytest.mark.parametrize("scope", [SCOPES[0], SCOPES[3]], ids=str)
+@pytest.mark.parametrize("scope", [SCOPES[0], SCOPES[2]], ids=str)
 def test_roll_ups_give_what_sql_gives_from_rows(
     merged: Asker, files: Files, scope: dict[str, Any]
 ) -> None:
@@ -553,7 +551,7 @@ def test_a_query_asked_twice_is_computed_once(ask: Asker, monkeypatch: pytest.Mo
         return await compute(*arguments)
 
     async def ask_twice() -> list[dict[str, Any]]:
-        query = {"statistic": "value_norm", "scope": {"subset": "ArXiv", "layers": [0, 0]}}
+        query = {"statistic": "value_norm", "scope": {"subset": "ArXiv", "layers": [1, 1]}}
         return await asyncio.gather(*(ask.ask("heatmap", **query) for _ in range(2)))
 
     monkeypatch.setattr(ask.engine, "_compute", counted)
@@ -675,8 +673,8 @@ def test_a_merged_sample_is_its_rows(
     compacted: Path, runs: Path, open_at: Opener, files: Files
 ) -> None:
     large, unmerged = open_at(compacted), open_at(runs)
-    for scope in (SCOPES[0], SCOPES[3]):
-        asyncio.run(hold_to_sql(large, files, scope, STRIDE))
+    asyncio.run(hold_to_sql(large, files, SCOPES[2], STRIDE))
+    for scope in (SCOPES[0], SCOPES[2]):
         query = SINK_HISTOGRAM | {"scope": scope}
         answers = [asker("histograms", **query) for asker in (large, unmerged)]
         assert answers[0]["sql"] == answers[1]["sql"]
