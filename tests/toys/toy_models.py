@@ -197,7 +197,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         logits_scaling=4.0,
         **GQA,
     ),
-    # Windows in which the second half of 21 queries does not see key 0.
+    # Windows in which the second half of 17 queries does not see key 0.
     "mistral-window-6": lambda: family("MistralConfig", sliding_window=6, **GQA),
     "gemma2-window-6": lambda: family(
         "Gemma2Config",
