@@ -83,20 +83,6 @@ def successors(tokens: list[int]) -> TokenPairs:
     return find_matches(torch.tensor([tokens]))["successors"]
 
 
-NAMES = {
-    maker.__name__: maker
-    for maker in (
-        pattern,
-        gated,
-        scores,
-        products,
-        vectors,
-        stream,
-        head,
-        nats,
-        candidates,
-        triggers,
-        copies,
-        successors,
-    )
-} | {"nan": math.nan, "math": math}
+MAKERS = [pattern, gated, scores, products, vectors, stream, head, nats, candidates, triggers]
+MAKERS += [copies, successors]
+NAMES = {maker.__name__: maker for maker in MAKERS} | {"nan": math.nan, "math": math}

@@ -130,15 +130,17 @@ class Allocation(Machines):
 
     def token(self) -> str:
         """The token of the job, which its processes have in their environment."""
-        return next(
-            token
-            for process in self.processes()
-            if (token := process.environ().get("RAY_AUTH_TOKEN"))
-        )
+        for process in self.processes():
+            # It may have ended meanwhile.
+            with suppress(psutil.Error):
+                if token := process.environ().get("RAY_AUTH_TOKEN"):
+                    return token
+        raise AssertionError("no process of the job has a token")
 
     def check_nothing_is_left(self) -> None:
         """No process of the job, and no file of Ray, on either machine."""
-        left = [process.cmdline() for process in self.processes()]
+        # The kernel takes a moment for those that were killed.
+        _, left = psutil.wait_procs(self.processes(), timeout=5)
         assert not left, left
         for node in self.nodes.values():
             assert not Path(f"/proc/{node.pid}/root/tmp/headcount-{JOB_ID}").exists()

@@ -267,29 +267,24 @@ def test_what_a_late_replica_left_is_deleted_and_what_was_taken_back_is_merged_a
 # Damage
 
 
-def damage_file(run: RunDirectory, how: str) -> Path:
+def damage_file(run: RunDirectory) -> Path:
     file = local(data_file(run, "sequences", "none", 4))
     content = file.read_bytes()
-    zeros = content[:4] + bytes(len(content) - 404) + content[-400:]
-    file.write_bytes(content[:-9] if how == "cut" else zeros)
+    file.write_bytes(content[:4] + bytes(len(content) - 404) + content[-400:])
     return file
 
 
-@pytest.mark.parametrize(("how", "problem"), [
-    ("cut", "has [0-9,]+ bytes where [0-9,]+ were committed"),
-    ("zeros", "has other content than was committed"),
-])  # fmt: skip
 def test_a_damaged_file_is_left_and_the_command_fails(
-    how: str, problem: str, run: RunDirectory, original: RunDirectory, expected: Rows
+    run: RunDirectory, original: RunDirectory, expected: Rows
 ):
-    file = damage_file(run, how)
+    file = damage_file(run)
     left, commit = file.read_bytes(), local(run.commit_file(4)).read_bytes()
     words = ["compact", str(run.path), "--processes", "1"]
     done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, RunError)
     assert re.fullmatch(
-        f"toy-1: shard 4: sequences/intervention=none/shard-000004[.]parquet {problem}; "
-        f"headcount resume {run.path} --verify, then compact",
+        "toy-1: shard 4: sequences/intervention=none/shard-000004[.]parquet has other content than "
+        f"was committed; headcount resume {run.path} --verify, then compact",
         str(done.exception).splitlines()[0],
     )
     assert (file.read_bytes(), local(run.commit_file(4)).read_bytes()) == (left, commit)
@@ -418,7 +413,7 @@ def test_killed_while_processes_merge_it_goes_on_and_leaves_none(run: RunDirecto
 
 @pytest.mark.long
 def test_a_cluster_merges_what_is_not_damaged(run: RunDirectory):
-    file = damage_file(run, "cut")
+    file = damage_file(run)
     with joined_cluster(num_cpus=1):
         done = compact(run, GROUPS, merge_groups=partial(merged_by_tasks, "here"))
     assert [problem.partition(":")[0] for problem in done.problems] == ["shard 4"]
@@ -537,7 +532,7 @@ def test_a_large_run_is_merged_when_it_is_complete(
         (line,) = said_at_its_end(run)
     assert line.startswith("warning: toy-1 is complete, but not all of it is merged: ")
     assert line.endswith(f"headcount compact {run.path} tries again")
-    damage_file(run, "zeros")
+    damage_file(run)
     progress, warning = said_at_its_end(run)
     assert progress == "toy-1: group 1 of 1 merged"
     assert warning.startswith("warning: toy-1 is complete, but ")
