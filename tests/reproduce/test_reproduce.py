@@ -157,7 +157,7 @@ def test_logits_in_pieces_are_the_same_and_may_be_none(monkeypatch: pytest.Monke
     in_pieces = replica.measure(tokens).sequences
     for column in ("losses", "final_logits"):
         np.testing.assert_allclose(in_pieces[column], at_once[column], atol=1e-5)
-    replica = toy.replica(path)
+    replica = toy.replica(path, toy.load_model)
     calls: list[int] = []
     replica.model.modules("unembed")[0].register_forward_pre_hook(lambda *_: calls.append(1))
     replica.measure(tokens)
