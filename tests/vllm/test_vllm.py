@@ -38,6 +38,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
     # It calls a function in its worker only if it may pickle it.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    # What it compiles for these few tokens needs a C++ compiler, and a path without spaces.
+    "TORCHDYNAMO_DISABLE": "1",
 }  # fmt: skip
 
 
