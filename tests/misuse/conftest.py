@@ -67,7 +67,7 @@ def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     # Some hide pandas from themselves.
     monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
-    # Each would start a thread that waits for the end of this process, and kills it then.
+    # Each that fails would have this process killed if its end takes long.
     monkeypatch.setattr(endings, "_exit_for_sure", sys.exit)
     with kept_endings():
         yield

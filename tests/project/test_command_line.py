@@ -55,12 +55,12 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert printed("-V").startswith(f"headcount {headcount.__version__}, code ")
 
 
-def test_a_first_scan_file_comes_with_its_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That it runs is held by `test_packaging`."""
+def test_a_first_scan_file_runs_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert printed("init", "first.toml").splitlines()[1:] == [
         "  headcount scan first.toml",
         "  headcount query runs induction_heads",
     ]
+    with headcount.scan("first.toml", quiet=True) as runs:
+        (first, *_) = runs.sql("SELECT label, is_induction FROM induction_heads WHERE rank = 1")
+    assert first == ("L1H2", True)

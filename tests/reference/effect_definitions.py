@@ -288,7 +288,7 @@ def recompute_effects(
     """Columns `[sequence layer head]` on tokens `[sequence pos]`."""
     definitions = {**EFFECT_DEFINITIONS, **EFFECT_VARIANTS}
     partners = tokens if partner is None else partner
-    pairs = zip(tokens.tolist(), partners.tolist(), strict=False)
+    pairs = zip(tokens.tolist(), partners.tolist(), strict=True)
     runs = [run_changed(weights, row, intervention, other) for row, other in pairs]
     n_layers, undefined = len(weights.layers), [math.nan] * weights.n_heads
     return {

@@ -19,6 +19,7 @@ from tests.reference.effect_definitions import (
     EFFECT_VARIANTS,
     Definition,
     direct_logit_of_parts,
+    gradient,
     loss,
     recompute_effects,
 )
@@ -82,7 +83,7 @@ class Shelf:
         self, name: str, intervention: str, n_ctx: int, columns: Sequence[str], sequences: int = 2
     ) -> None:
         """Differences are relative to the largest head of a layer, of at least 1e-4 nats."""
-        ours, partners = tokens_of(n_ctx)[:sequences], tokens_of(n_ctx)[2:]
+        ours, partners = (tokens[:sequences] for tokens in np.split(tokens_of(n_ctx), 2))
         expected = recompute_effects(self.weights(name), ours, columns, intervention, partners)
         floor = 0 if name.startswith("gpt2") else OF_FLOAT32_NORMS
         for precision in PRECISIONS.get(name, ("float64",)):
@@ -116,6 +117,21 @@ def one_layer(weights: Weights, size: float, cap: float | None) -> Weights:
     return replace(weights, layers=[layer], final_norm=IDENTITY, W_U=W_U, final_soft_cap=cap)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gpt-oss-window-6"])
+def test_in_one_layer_without_mlp_and_norm_every_effect_is_a_direct_one(
+    shelf: Shelf, name: str
+) -> None:
+    weights = one_layer(shelf.weights(name), 1, cap=1.5)
+    tokens = tokens_of(12)[:1]
+    values = recompute_effects(weights, tokens, EFFECTS)
+    values["direct_effect_zero_magnitude"] = np.abs(values["direct_effect"])
+    for column in EFFECTS:
+        if column.startswith("effect"):
+            expected = values[f"direct_{column}"]
+            np.testing.assert_allclose(values[column], expected, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "gpt-oss-window-6"])
 def test_where_the_loss_is_a_plane_an_effect_is_what_an_ablation_changes(
     shelf: Shelf, name: str
@@ -144,6 +160,16 @@ def test_parts_sum_to_the_centred_logit(shelf: Shelf, name: str) -> None:
     assert parts.sum() == pytest.approx((of_targets - logits[:-1].mean(-1)).mean(), abs=1e-12)
     heads = [sum(DEFINITIONS["direct_logit"](run, layer)) for layer in range(len(run.layers))]
     np.testing.assert_allclose(parts[:, 1], heads, atol=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_a_direction_is_as_steep_as_its_coordinates_say(shelf: Shelf, name: str) -> None:
+    run = forward(shelf.weights(name), tokens_of(3)[0].tolist())
+    z = run.layers[0].z
+    slopes = gradient(run, 0, "z_before_change", z.shape)
+    expected = np.abs((slopes * z).sum((1, 2)))
+    np.testing.assert_allclose(DEFINITIONS["effect_zero_magnitude"](run, 0), expected, rtol=1e-5)
 
 
 # The product

@@ -2,7 +2,11 @@
 
 import csv
 import gc
+import json
 import logging
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from headcount.workers.process import (
     prepare_process,
 )
 from headcount.workers.replica import Replica
+from tests import ROOT
 from tests.toys import toy_models as toy
 
 
@@ -62,3 +67,23 @@ def test_a_process_is_prepared_once_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         prepare_process(threads)
     assert settings() == before
+
+
+@pytest.mark.long
+def test_libraries_that_are_imported_later_are_as_quiet() -> None:
+    script = """
+import json, sys
+from headcount.workers.process import prepare_process
+prepare_process()
+imported = "transformers" in sys.modules
+import huggingface_hub.utils
+from transformers.utils import logging
+quiet = huggingface_hub.utils.are_progress_bars_disabled() and not logging.is_progress_bar_enabled()
+print(json.dumps([imported, quiet, logging.get_verbosity()]))
+"""
+    unset = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    printed = subprocess.check_output(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, text=True
+    )
+    assert json.loads(printed) == [False, True, logging.ERROR]

@@ -242,6 +242,26 @@ def test_a_text_file_that_is_too_large_is_a_bad_row(tmp_path: Path, kind: str):
 # Fields
 
 
+def test_fields_are_kept_as_json(tmp_path: Path):
+    lines = [
+        {"text": "a", "year": 2020, "meta": {"lang": "de", "pile_set_name": "ArXiv"}, "no": None},
+        {"text": "b", "year": 2020.5, "meta": '{"lang": ["ä", "\\ud800"]}', "no": False},
+        {"text": "c"},
+    ]
+    content = b"".join(b"%s\n" % json.dumps(line).encode() for line in lines)
+    reading = Reading(fields=("lang", "meta", "no", "year"))
+    found = read(write(tmp_path / "a.jsonl", content), reading=reading)
+    assert [document.fields for document in found] == [
+        ('"de"', '{"lang": "de", "pile_set_name": "ArXiv"}', None, "2020"),
+        ('["\\u00e4", "\\ud800"]', '{"lang": ["\\u00e4", "\\ud800"]}', "false", "2020.5"),
+        (None, None, None, None),
+    ]
+    assert [document.pile_set_name for document in found] == ["ArXiv", None, None]
+    # A document without any of the fields is known by its text alone.
+    assert found[2].content_hash == Document(0, "c").content_hash
+    assert len({document.content_hash for document in found}) == 3
+
+
 def test_a_field_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path):
     # Whether it can be parsed and written again depends on how deep the program already is.
     lines = [b'{"text": "a", "f": %s}\n' % (b"[" * n + b"]" * n) for n in range(900, 1000)]

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+import headcount
 from headcount.reproduce.replication import replications
 from headcount.schemas.errors import HeadcountError, ScanError
 from headcount.workers.inputs import Draw, InputFamily, Labelled
@@ -215,6 +216,30 @@ def test_bad_rows_are_not_counted_but_named():
     assert refused(ScanError, sequences.shard, 0) == (
         "input: the corpus has no ordinary token from low = 200 on; widen low and high"
     )
+
+
+@pytest.mark.long
+def test_heads_that_repeat_what_they_saw_find_needles(tmp_path: Path):
+    fields = {"n_ctx": 64, "sequences": 16, "out": str(tmp_path)}
+    for model in ("attn-only-2l-mini", "gpt2-mini"):
+        for family, column in (("repeated_random", "induction"), ("needle", "retrieval")):
+            scan = fields | {"input": {"family": family}, "statistics": [f"{column}_score"]}
+            scan["model"] = f"bundled:{model}"
+            headcount.scan(scan, name=f"{model}-{family}", quiet=True).close()
+    with headcount.open(tmp_path) as runs:
+        rows = runs.sql(
+            "SELECT model, avg(induction_score), avg(retrieval_score) "
+            "FROM heads JOIN runs USING (run_id) GROUP BY model, layer, head"
+        ).rows()
+    models, induction, retrieval = (np.array(column) for column in zip(*rows, strict=True))
+    of_models = (("bundled:attn-only-2l-mini", 6, 0.65), ("bundled:gpt2-mini", 5, 0.85))
+    for model, induction_heads, least in of_models:
+        is_induction_head = (models == model) & (induction > 0.5)
+        assert is_induction_head.sum() == induction_heads
+        assert retrieval[is_induction_head].min() > least
+    # One head is between the two kinds, at 0.17 and 0.29.
+    assert retrieval[induction < 0.15].max() < 0.1
+    assert np.corrcoef(induction, retrieval)[0, 1] > 0.97
 
 
 # Bigram-Backcopy
