@@ -141,8 +141,8 @@ def fp8_kv_checkpoint(
             letter: {layer: of_heads.max(keepdims=True) for layer, of_heads in of_layers.items()}
             for letter, of_layers in scales.items()
         }
-    # vLLM puts `attn` before the name of a scale where it does not stand, as in GPT-2 it does: its
-    # module is `h.0.attn`, and the scales are those of `h.0.attn.attn`.
+    # Scales belong to vLLM's own layer, which lies in the module as `attn`. vLLM adds that to their
+    # names, but not where `.attn.` is there already, as in `h.0.attn.k_scale` of GPT-2.
     owner = f"{prefix}.attn" if prefix.endswith(".attn") else prefix
     tensors = _tensors(scales, owner, shape=(-1, 1, 1) if strategy == "attn_head" else (1,))
     if already := sorted(tensors.keys() & index["weight_map"].keys()):

@@ -391,9 +391,10 @@ def submit(
     there = [job.run_id for job in cluster.jobs() if job.run == f"{out}/run_id={job.run_id}"]
     run = next_run(first_run, there) if new else last_run(first_run, there)
 
+    begun: bool | None = None
     last_job = cluster.last(run)
-    begun = last_job.has_begun if last_job is not None and last_job.ended else None
     if last_job is not None and last_job.ended:
+        begun = last_job.has_begun
         extends = begun and scan.sequences != "all" and scan.sequences > run.manifest().sequences
         line = f"{last_job.job_id}: has ended, {last_job.state}"
         if last_job.state == "SUCCEEDED" and not extends:

@@ -80,8 +80,8 @@ class OpenedRuns:
     is_described: bool = False  # whether its views and columns have comments
     added_views: dict[str, str] = field(default_factory=dict[str, str])
     """The SQL of views that the caller added, by name. Each stands on earlier ones at most."""
-    rows: dict[str, str] = field(default_factory=dict[str, str])
-    """The SQL of the rows of each source, as its view has them."""
+    source_views: dict[str, str] = field(default_factory=dict[str, str])
+    """The SQL of the view of each source."""
     unrolled: list[MeasuredStatistic] = field(default_factory=list[MeasuredStatistic])
     """The statistics that the views of roll-ups read from rows."""
     committed: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -162,9 +162,9 @@ def build(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -> None:
         _store_content(connection, name, content)
     for name in ("runs", "shards", "statistics", "formulas"):
         connection.execute(f"CREATE VIEW internal.{name} AS FROM internal.{name}_content")
-    opened.rows = {name: source_sql(source, []) for name, source in SOURCES.items()}
-    for name, rows in opened.rows.items():
-        connection.execute(f"CREATE VIEW internal.{name} AS {rows}")
+    opened.source_views = {name: source_sql(source, []) for name, source in SOURCES.items()}
+    for name, sql in opened.source_views.items():
+        connection.execute(f"CREATE VIEW internal.{name} AS {sql}")
     for name in VIEWS:
         # Every view with layers and heads also has the name that people write, L5H1.
         columns = TABLES[name].schema().names if name in TABLES else []
@@ -344,13 +344,14 @@ def _point_at_files(connection: duckdb.DuckDBPyConnection, opened: OpenedRuns) -
             opened.committed |= committed_objects(path, commits)
         unfit_sources: list[Source] = []
         for name, source in SOURCES.items():
-            rows = source_sql(source, opened.runs)
-            if rows == opened.rows[name]:
+            sql = source_sql(source, opened.runs)
+            # To make a view opens files; one that reads the same files stays.
+            if sql == opened.source_views[name]:
                 continue
-            if _problem(connection, f"CREATE OR REPLACE VIEW internal.{name} AS {rows}"):
+            if _problem(connection, f"CREATE OR REPLACE VIEW internal.{name} AS {sql}"):
                 unfit_sources.append(source)
             else:
-                opened.rows[name] = rows
+                opened.source_views[name] = sql
         if not unfit_sources:
             break
         names = [source.table.name for source in unfit_sources]

@@ -1,6 +1,7 @@
 """What views and columns mean. The database holds it as comments, which dashboards show."""
 
 import tomllib
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -63,33 +64,37 @@ def describe_views(
         name = f"{quoted_name(view)}.{quoted_name(column)}"
         comments.append(f"COMMENT ON COLUMN {name} IS {text_literal(text)}")
     # In one transaction: 700 of them would take half as long again.
-    connection.execute("BEGIN TRANSACTION")
+    connection.begin()
     for comment in comments:
         connection.execute(comment)
-    connection.execute("COMMIT")
+    connection.commit()
 
 
 def column_texts(
     connection: duckdb.DuckDBPyConnection, measured: Mapping[str, Mapping[str, Column]]
 ) -> Iterator[tuple[str, str, str]]:
     """View, column and what it means, of the views that are there."""
+    texts_of_tables = {
+        table: {name: column.description for name, column in columns.items()}
+        for table, columns in measured.items()
+    }
     measured_anywhere: dict[str, str] = {}
-    for columns in measured.values():
-        measured_anywhere |= _texts(columns)
+    for texts in texts_of_tables.values():
+        measured_anywhere |= texts
     all_columns = connection.execute("""
         SELECT table_name, column_name FROM duckdb_columns()
         WHERE schema_name = 'main' AND NOT internal
     """).fetchall()
     for view, column in all_columns:
         # The nearer description wins: that of the view itself, then of its table, then of any.
-        texts = measured_anywhere | SHARED_COLUMNS
-        texts |= _texts(measured.get(view, {})) | COLUMNS_OF_VIEWS.get(view, {})
+        texts = ChainMap(
+            COLUMNS_OF_VIEWS.get(view, {}),
+            texts_of_tables.get(view, {}),
+            SHARED_COLUMNS,
+            measured_anywhere,
+        )
         if text := texts.get(column) or _summary_text(column, measured_anywhere):
             yield view, column, text
-
-
-def _texts(columns: Mapping[str, Column]) -> dict[str, str]:
-    return {name: column.description for name, column in columns.items()}
 
 
 def _summary_text(column: str, texts: Mapping[str, str]) -> str | None:
