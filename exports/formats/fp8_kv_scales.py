@@ -103,7 +103,7 @@ def fp8_kv_checkpoint(
     float8_e4m3fn. vLLM reads it where there is no `quantization_config`. Transformers ignores it:
     the model loads as before, and the scales are reported as unexpected. If compressed-tensors has
     quantised the weights, the scheme goes into the `quantization_config` that is there. vLLM 0.32
-    for CPUs loads such a Llama and such a GPT-2.
+    for CPUs loads the folder of a Llama and that of a GPT-2.
 
     * `checkpoint`: directory of the model in safetensors, if it is not the one that was measured.
     * `strategy`: a scale for every head (attn_head), which vLLM applies with Flash Attention 3, or
