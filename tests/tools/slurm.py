@@ -43,7 +43,7 @@ from tests.tools.srun import on_node
 
 JOB_ID = 4711
 TAKEN = 21150
-"""A port that something else holds on the second machine, of the hundred that this job tries first."""
+"""A port that is held on the second machine, of the hundred that this job would take."""
 
 PORTS = range(21200, 21300)
 """Those that the job takes then."""

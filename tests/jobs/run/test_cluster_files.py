@@ -208,9 +208,7 @@ def test_one_ray_everywhere() -> None:
     dockerfile, guide = text("deploy/Dockerfile"), text("docs/guide/cluster.md")
     constraints = text("deploy/constraints.txt")
     (version,) = re.findall(r"^ray(?:\[.*\])?==([\d.]+)", constraints, re.MULTILINE)
-    (base,) = re.findall(
-        r"^FROM rayproject/ray:(\S+)@sha256:DIGEST$", dockerfile, re.MULTILINE
-    )
+    (base,) = re.findall(r"^FROM rayproject/ray:(\S+)@sha256:DIGEST$", dockerfile, re.MULTILINE)
     assert base == f"{version}-py311-gpu"
     assert f"ray.__version__ == '{version}'" in dockerfile
     rayjob = text("deploy/rayjob.yaml")
