@@ -32,6 +32,24 @@ run_ray() {
     rm -rf "$files"
 }
 
+# Prints the first of each hundred ports that are free on a node.
+free_hundreds='
+import socket, sys
+
+def is_free(port):
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+for step in range(100):
+    first = 20000 + (int(sys.argv[1]) + step) % 100 * 100
+    if all(is_free(port) for port in range(first, first + 100)):
+        print(first)
+'
+
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     # Only this job has the token. Ray's /metrics would answer without one, so there is none.
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
@@ -45,8 +63,11 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     # This node's address on the network of the nodes is the one that another node's step is started from.
     address=$("${step[@]}" --nodes=1 --ntasks=1 --exclude="$first" printenv SLURM_LAUNCH_NODE_IPADDR) || exit 2
 
-    # A hundred ports below those that systems hand out. Another job on these nodes has other ones.
-    port=$((20000 + SLURM_JOB_ID % 100 * 100))
+    # A hundred ports below those that systems hand out, and that nothing on any of the nodes holds. Jobs begin to look for them at
+    # different places.
+    port=$("${step[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" python3 -c "$free_hundreds" "$SLURM_JOB_ID" |
+        awk -v nodes="$SLURM_JOB_NUM_NODES" '++free[$1] == nodes && !port { port = $1 } END { print port }')
+    [ -n "$port" ] || { echo "error: no hundred ports between 20000 and 30000 are free on all nodes" >&2; exit 2; }
     ray=(bash -c "files=$files; $(declare -f run_ray); run_ray \"\$@\"" run_ray
         --node-manager-port=$((port + 1)) --object-manager-port=$((port + 2)) --runtime-env-agent-port=$((port + 3))
         --dashboard-agent-listen-port=$((port + 4)) --dashboard-agent-grpc-port=$((port + 5)) --metrics-export-port=$((port + 7))

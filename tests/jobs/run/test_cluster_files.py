@@ -5,15 +5,20 @@ Nothing here starts Ray or needs a network.
 
 import copy
 import importlib
+import os
 import re
+import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import ray
 import yaml
+from moto.server import ThreadedMotoServer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -23,6 +28,7 @@ from ray.exceptions import RaySystemError
 from headcount.jobs.cluster.ray_cluster import draining_nodes, hook_variables
 from headcount.schemas.packages import PACKAGES
 from tests import ROOT
+from tests.tools.aws import played_aws
 
 CLUSTERS = ("cluster.yaml", "deploy/bare-machines.yaml", "deploy/gcp.yaml")
 STARTS = ("head_start_ray_commands", "worker_start_ray_commands")
@@ -106,44 +112,103 @@ def test_no_file_holds_a_key() -> None:
     assert [path for path in files if re.search(secrets, text(path))] == []
 
 
-@pytest.mark.long
-def test_cluster_yaml_launches_on_a_simulated_ec2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moto = pytest.importorskip("moto")
-    monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes a key pair to ~/.ssh.
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(variable, "simulated")
-    for variable in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN"):
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """An account of a simulated AWS, and `aws` to reach it; yields the endpoint."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    aws = tmp_path / "bin" / "aws"
+    aws.parent.mkdir()
+    for variable in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(variable, raising=False)
-    with moto.mock_aws():
-        import boto3
-        from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+    settings = {
+        "AWS_ACCESS_KEY_ID": "simulated", "AWS_SECRET_ACCESS_KEY": "simulated",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-west-2",
+        "HOME": str(tmp_path),  # Ray writes a key pair to ~/.ssh.
+        "PATH": f"{aws.parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with played_aws(aws):
+        yield settings["AWS_ENDPOINT_URL"]
+    server.stop()
 
-        config = prepared("cluster.yaml")
-        config = AWSNodeProvider.fillout_available_node_types_resources(config)
-        config = AWSNodeProvider.bootstrap_config(config)
-        nodes = config["available_node_types"]
-        assert nodes["head"]["resources"] == {"CPU": 0}
-        gpu = {"CPU": 4, "GPU": 1, "accelerator_type:L40S": 1}
-        assert nodes["gpu"]["resources"].items() >= gpu.items()
-        assert len(nodes["gpu"]["node_config"]["SubnetIds"]) == 3, "one for each zone"
-        roles = re.findall(r"for ROLE in (.+); do", text("deploy/aws-account.sh"))[0].split()
-        for profile in roles:
-            boto3.client("iam").create_instance_profile(InstanceProfileName=profile)
-        provider = AWSNodeProvider(config["provider"], config["cluster_name"])
-        for kind in ("head", "gpu"):
-            tags = {"ray-node-type": kind}
-            assert len(provider.create_node(nodes[kind]["node_config"], tags, 1)) == 1
+
+def prepare_account(region: str, bucket: str) -> subprocess.CompletedProcess[str]:
+    """Run the script for an account."""
+    answers = {"BUCKET": bucket, "REGION": region, "SSH_FROM": "203.0.113.7/32"}
+    command = ["bash", str(ROOT / "deploy" / "aws-account.sh")]
+    variables = os.environ | answers
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+
+
+@pytest.mark.long
+def test_an_account_is_prepared_in_every_region_again_and_up_to_the_first_failure(aws: str) -> None:
+    # The only region that must not be named; then one that is; then everything is there already.
+    for region, bucket in (("us-east-1", "east"), ("us-west-2", "west"), ("us-west-2", "west")):
+        ended = prepare_account(region, bucket)
+        assert (ended.returncode, ended.stderr) == (0, "")
+    assert [bucket["Name"] for bucket in boto3.client("s3").list_buckets()["Buckets"]] == [
+        "east",
+        "west",
+    ]
+    # S3 refuses such a name, and nothing that comes later is done.
+    failed = prepare_account("us-west-2", "Not a name of a bucket")
+    assert failed.returncode != 0
+    iam = boto3.client("iam")
+    (policy,) = [
+        iam.get_role_policy(RoleName="headcount-head", PolicyName="launch")["PolicyDocument"]
+    ]
+    may_end = [each for each in policy["Statement"] if "ec2:TerminateInstances" in each["Action"]]
+    assert [each["Condition"] for each in may_end] == [
+        {"StringEquals": {"ec2:ResourceTag/ray-cluster-name": "headcount"}}
+    ]
+    # Only a machine that is started with this tag can be started, and no other gets it later.
+    tagging = [each for each in policy["Statement"] if "ec2:CreateTags" in each["Action"]]
+    assert all("Condition" in each for each in tagging)
+    worker = iam.list_role_policies(RoleName="headcount-worker")["PolicyNames"]
+    assert worker == ["store"]
+
+
+@pytest.mark.long
+def test_cluster_yaml_launches_on_a_simulated_ec2(aws: str) -> None:
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+
+    ended = prepare_account("us-west-2", "heads")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    config = prepared("cluster.yaml")
+    config = AWSNodeProvider.fillout_available_node_types_resources(config)
+    config = AWSNodeProvider.bootstrap_config(config)
+    nodes = config["available_node_types"]
+    assert nodes["head"]["resources"] == {"CPU": 0}
+    gpu = {"CPU": 4, "GPU": 1, "accelerator_type:L40S": 1}
+    assert nodes["gpu"]["resources"].items() >= gpu.items()
+    assert len(nodes["gpu"]["node_config"]["SubnetIds"]) == 3, "one for each zone"
+    provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+    ec2 = boto3.resource("ec2")
+    for kind in ("head", "gpu"):
+        tags = {"ray-node-type": kind}
+        (machine,) = provider.create_node(nodes[kind]["node_config"], tags, 1)
+        instance = ec2.Instance(machine)
+        tags_of_machine = {tag["Key"]: tag["Value"] for tag in instance.tags}
+        wanted = {"ray-cluster-name": "headcount", "project": "headcount"}
+        assert tags_of_machine.items() >= wanted.items()
+        assert instance.metadata_options["HttpTokens"] == "required"
+        (disk,) = instance.volumes.all()
+        assert disk.encrypted
+        # Only named addresses reach a port, and only that of ssh.
+        (group,) = instance.security_groups
+        rules = ec2.SecurityGroup(group["GroupId"]).ip_permissions
+        ranges = [(rule["FromPort"], rule["IpRanges"]) for rule in rules if rule["IpRanges"]]
+        assert ranges == [(22, [{"CidrIp": "203.0.113.7/32"}])]
 
 
 def test_one_ray_everywhere() -> None:
     dockerfile, guide = text("deploy/Dockerfile"), text("docs/guide/cluster.md")
     constraints = text("deploy/constraints.txt")
     (version,) = re.findall(r"^ray(?:\[.*\])?==([\d.]+)", constraints, re.MULTILINE)
-    (base,) = re.findall(
-        r"^FROM rayproject/ray:(\S+?)(?:@sha256:[0-9a-f]{64})?$", dockerfile, re.MULTILINE
-    )
+    (base,) = re.findall(r"^FROM rayproject/ray:(\S+)@sha256:DIGEST$", dockerfile, re.MULTILINE)
     assert base == f"{version}-py311-gpu"
     assert f"ray.__version__ == '{version}'" in dockerfile
     rayjob = text("deploy/rayjob.yaml")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from headcount.jobs.cluster import kubernetes_job
 from tests import ROOT
 
 DOCUMENTS: list[dict[str, Any]] = list(
@@ -33,7 +34,7 @@ ttlSecondsAfterFinished activeDeadlineSeconds rayClusterSpec
 CLUSTER_KEYS = """
 rayVersion authOptions enableInTreeAutoscaling autoscalerOptions headGroupSpec workerGroupSpecs
 """
-AUTOSCALER_KEYS = "idleTimeoutSeconds upscalingMode securityContext volumeMounts"
+AUTOSCALER_KEYS = "idleTimeoutSeconds upscalingMode resources securityContext volumeMounts"
 GROUP_KEYS = "groupName replicas minReplicas maxReplicas rayStartParams template"
 POD_KEYS = """
 serviceAccountName automountServiceAccountToken restartPolicy securityContext volumes containers
@@ -156,7 +157,8 @@ def test_the_rayjob_runs_a_scan_with_code_from_a_bucket_and_ends() -> None:
     assert CLUSTER["authOptions"] == {"mode": "token"}
     assert CLUSTER["enableInTreeAutoscaling"] is True
     words = JOB["entrypoint"].split()
-    assert words[:4] == ["python", "-m", "headcount", "scan"]
+    assert words[:3] == ["python", "-m", kubernetes_job.__name__]
+    assert words[3] == "scan"
     assert re.search(r"--set out=(s3|gs)://", JOB["entrypoint"])
     assert words[words.index("--replicas") + 1] == str(WORKERS["maxReplicas"])
     assert words[words.index("--device") + 1] == "cuda", "at the start there is no GPU to be seen"
@@ -174,6 +176,8 @@ def test_the_head_measures_nothing_and_workers_come_and_go() -> None:
         assert {"cpu", "memory"} <= set(resources["requests"])
         # More than asked for is not safe to use.
         assert resources["requests"]["memory"] == resources["limits"]["memory"]
+        # A pod whose logs fill the disk of its node takes the others down with it.
+        assert "ephemeral-storage" in resources["requests"].keys() & resources["limits"].keys()
     assert HEAD["rayStartParams"]["num-cpus"] == "0"
     assert "nvidia.com/gpu" not in str(HEAD)
     aws = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
@@ -191,9 +195,9 @@ def test_every_container_is_restricted_and_writes_only_into_folders_of_its_pod()
     for template in PODS.values():
         spec = template["spec"]
         assert spec["securityContext"] == user | {"seccompProfile": {"type": "RuntimeDefault"}}
-        assert {each["name"]: each["emptyDir"] for each in spec["volumes"]} == {
-            "tmp": {},
-            "cache": {},
+        assert {each["name"]: set(each["emptyDir"]) for each in spec["volumes"]} == {
+            "tmp": {"sizeLimit"},
+            "cache": {"sizeLimit"},
         }
     # KubeRay gives the worker's to the container that waits for the head.
     for container in (*containers(), CLUSTER["autoscalerOptions"]):

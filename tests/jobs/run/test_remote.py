@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
@@ -23,7 +25,10 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.cluster.ray_cluster import FIRST_COMMIT
+from headcount.jobs.cluster import kubernetes_job
+from headcount.jobs.cluster.job_interpreter import INTERPRETER
+from headcount.jobs.cluster.ray_cluster import FIRST_COMMIT, hook_variables
+from headcount.jobs.cluster.submission import staged_code
 from headcount.jobs.plan.plan import make_plan, prepare_run, replan
 from headcount.jobs.plan.scan_files import portable_scan
 from headcount.schemas.errors import RunError
@@ -293,6 +298,31 @@ def test_a_driver_that_dies_at_once_is_said_with_the_last_lines_of_its_log(
     first_line, second_line = errors.splitlines()
     assert re.fullmatch(rf"{name}\.\d: submitted to {cluster}", first_line)
     check_quoted("queued: the cluster has not started it", second_line)
+
+
+@pytest.mark.long
+def test_a_job_that_is_refused_stops_itself_so_that_kuberay_makes_no_new_cluster(
+    cluster: str,
+) -> None:
+    job: dict[str, Any] = {
+        "entrypoint": f"${INTERPRETER} -m {kubernetes_job.__name__} scan nowhere.toml",
+        "submission_id": "refused",
+        "metadata": {"headcount": "refused", "run": "nowhere", "attempt": "1"},
+    }
+    variables = hook_variables() | {"RAY_API_SERVER_ADDRESS": cluster}
+    with staged_code() as code:
+        job["runtime_env"] = {"working_dir": str(code), "env_vars": variables}
+        # Ray reads the token once in a process.
+        submission = f"JobSubmissionClient({cluster!r}).submit_job(**{job!r})"
+        command = [sys.executable, "-c", f"from ray.job_submission import *; {submission}"]
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        # A head that has just started does not take a job yet, or loses its answer.
+        while "refused" not in told("list", "--address", cluster)[0]:
+            assert time.monotonic() < deadline
+            subprocess.run(command, env=environment(), capture_output=True)
+    printed, state = told("logs", "refused", "--follow", "--address", cluster)
+    assert re.search("^error: .*nowhere.toml", printed, re.MULTILINE), printed
+    assert "refused: STOPPED" in state
 
 
 def check_quoted(title: str, printed: str) -> None:
