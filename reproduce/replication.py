@@ -6,6 +6,7 @@ A check compares numbers with published ones, if the model is of the published s
 
 import csv
 import hashlib
+import io
 import math
 import re
 import tomllib
@@ -28,7 +29,9 @@ from pydantic import (
 )
 
 from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.files.input_files import read_input
 from headcount.schemas.files.places import reason
+from headcount.schemas.scans.values import shortened
 from headcount.workers.model.files.model_info import ModelInfo
 
 REPLICATIONS = Path(__file__).parent / "replications"
@@ -267,23 +270,24 @@ def _number(
         return float(text)
     except ValueError:
         raise ValueError(
-            f"{source}: {row['name']}: {column}: expected a number, got {text!r}"
+            f"{source}: {shortened(row['name'], 60)}: {column}: expected a number, got "
+            f"{shortened(repr(text), 60)}"
         ) from None
 
 
 def _rows_of_file(file: Path) -> list[dict[str, Any]]:
     """The rows of a CSV file of published values."""
     try:
-        with file.open(encoding="utf-8", newline="") as stream:
-            reader = csv.DictReader(stream)
-            columns = tuple(reader.fieldnames or ())
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError) as error:
+        reader = csv.DictReader(io.StringIO(read_input(file).decode(), newline=""))
+        columns = tuple(reader.fieldnames or ())
+        rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{file.name}: cannot be read ({reason(error)})") from None
     if not {"name", "value"} <= set(columns) <= set(COLUMNS):
         raise ValueError(
             f"{file.name}: expected the columns name and value, and of the others "
-            f"{', '.join(COLUMNS[2:])} those needed, got {', '.join(columns) or 'none'}"
+            f"{', '.join(COLUMNS[2:])} those needed, got "
+            f"{shortened(', '.join(columns), 60) or 'none'}"
         )
     return rows
 
@@ -315,7 +319,7 @@ class StandInText(BaseModel):
         """Refuse another text, whose figures would be compared with those of the authors'."""
         if not self.fingerprint:
             return
-        content = b"".join(file.read_bytes() for file in files if file.is_file())
+        content = b"".join(read_input(file) for file in files if file.is_file())
         digest = hashlib.sha256(content).hexdigest()[:16]
         if digest != self.fingerprint:
             raise ScanError(
@@ -438,7 +442,7 @@ def replications() -> dict[str, Replication]:
 def read_toml(file: Path, model: type[M]) -> M:
     """What a file of TOML holds; raises `ScanError` with one line."""
     try:
-        fields = tomllib.loads(file.read_text(encoding="utf-8"))
+        fields = tomllib.loads(read_input(file).decode())
         return model.model_validate(fields, context={"directory": file.parent})
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScanError(f"{file}: cannot be read ({reason(error)})") from None

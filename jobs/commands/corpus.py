@@ -59,7 +59,12 @@ def prepare(
 
     # Checkpoints of one model read the same tokens.
     scan = scans_of(scan_file, overrides or ())[0].scan
-    from headcount.jobs.corpus.preparation import Preparation, amounts, corpora_of
+    from headcount.jobs.corpus.preparation import (
+        Preparation,
+        amounts,
+        corpora_of,
+        special_tokens_line,
+    )
     from headcount.jobs.resources import Resources
     from headcount.workers.inputs.sequences import Sequences
     from headcount.workers.model.files.model_info import describe, find_model
@@ -85,6 +90,8 @@ def prepare(
     if index.unmeasured:
         parts.append(f"{counted(index.unmeasured, 'token')} at portions' ends not measured")
     say(console, f"{', '.join(parts)}, in {duration(time.monotonic() - began)}")
+    if line := special_tokens_line(index):
+        say(console, line)
     # A script reads the place from stdout; people read the line on stderr.
     print(index.store.folder)
 

@@ -140,7 +140,7 @@ def plan(
         )
     for note in scan_plan.notes:
         say(console, f"{run.run_id}: {note}")
-    _print_bad_rows(console, scan_plan)
+    _print_corpus(console, scan_plan)
     if len(scans) > 1:
         say(console, f"This is the first of {len(scans)} checkpoints, which are a run each.")
 
@@ -305,7 +305,7 @@ def scan(
             if new:
                 # The same command would start one more.
                 tell(f"{scan_plan.run.run_id}: another run; the command without --new continues it")
-            _print_bad_rows(console, scan_plan)
+            _print_corpus(console, scan_plan)
             # After a failure the next scan is run all the same: its cause may be another.
             failures[scan_plan.run] = run_to_end(
                 scan_plan, resources, console, verify=verify, allow_other_code=allow_other_code
@@ -317,8 +317,15 @@ def scan(
     refuse_failures(failures)
 
 
-def _print_bad_rows(console: Console, plan: Plan) -> None:
-    """Name the first few rows of the corpus that cannot be read; of an estimate, none is known."""
+def _print_corpus(console: Console, plan: Plan) -> None:
+    """Say what is special about the corpus, and name the first few rows that cannot be read; of an
+    estimate, none is known.
+    """
+    from headcount.jobs.corpus.preparation import special_tokens_line
+
+    index = plan.sequences.index
+    if index is not None and (line := special_tokens_line(index)):
+        say(console, line)
     findings = None if plan.estimate else plan.sequences.findings
     if findings is None or not findings.problems:
         return

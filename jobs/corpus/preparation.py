@@ -56,6 +56,7 @@ several to start.
 LETTERS_PER_TOKEN = 4  # about how long a token is
 TASK_MEMORY = 1 << 30  # bytes of memory that a task asks Ray for
 DEATHS = 3  # how often the task of one extent may die
+NAMED_SPECIAL_TOKENS = 3  # special tokens in texts that a line names, with their numbers of texts
 LOOK_SECONDS = 5.0  # time between two looks at what is committed, if no task ends
 STARTING_NOTICE = 30.0  # seconds without a new portion after which a line says why nothing happens
 
@@ -218,6 +219,19 @@ def amounts(index: SequenceIndex) -> list[str]:
     """What an index of a corpus holds, in words."""
     bad = [counted(index.bad, "bad row")] if index.bad else []
     return [counted(index.documents, "document"), counted(index.tokens, "token"), *bad]
+
+
+def special_tokens_line(index: SequenceIndex) -> str | None:
+    """What becomes of special tokens that texts spell out; None if none does."""
+    counts = index.spelled_out.most_common(NAMED_SPECIAL_TOKENS)
+    if not counts:
+        return None
+    named = ", ".join(f"{printable(token)} in {count:,}" for token, count in counts)
+    more = ", …" if len(index.spelled_out) > len(counts) else ""
+    return (
+        f"Texts spell out special tokens, which stay text ({named}{more}); Hugging Face's own "
+        "tokenizers make tokens of them."
+    )
 
 
 def prepare_here(work: CorpusWork, most: int | None = None) -> None:

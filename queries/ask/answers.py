@@ -14,6 +14,7 @@ import pyarrow as pa
 from headcount.queries.ask.mistakes import explained, query_error
 from headcount.queries.open.connection import hold_to_commits, is_of_gone_file, view_descriptions
 from headcount.schemas.errors import QueryError, unknown
+from headcount.schemas.files.arrow_values import values_of
 
 BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
 ATTEMPTS = 20  # how often a query is asked whose files are merged before it has read them
@@ -127,7 +128,7 @@ def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
                 [row and [None if text is None else float(text) for text in row] for row in lists]
             )
         else:
-            columns.append(column.to_pylist())
+            columns.append(values_of(column))
     return zip(*columns, strict=True)
 
 

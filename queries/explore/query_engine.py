@@ -34,6 +34,7 @@ from headcount.queries.explore.page_queries import (
 from headcount.queries.open.connection import MEMORY, OPENED
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
+from headcount.schemas.files.arrow_values import values_of
 from headcount.schemas.scans.values import EXPECTED, wrong_value
 from headcount.workers.run_model import RunModels
 
@@ -337,7 +338,7 @@ def _sql_rows(connection: "Interruptible", text: str) -> Header:
                 f"the answer has more than {MOST_BYTES // 2**20} MB; ask for fewer columns or "
                 "rows, or write it to a file with headcount query -o"
             )
-        columns = [column.to_pylist() for column in batch.columns]
+        columns = [values_of(column) for column in batch.columns]
         rows += [[_cell(value) for value in row] for row in zip(*columns, strict=True)]
     return {
         "columns": answer.schema.names,

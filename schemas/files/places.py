@@ -398,17 +398,19 @@ def fingerprint(directory: Place) -> Fingerprint:
 
 
 def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
-    """Objects of a store that match a glob, and their sizes.
+    """Objects of a store that match a glob, and their sizes; the one of that very name if there is.
 
     `*` stays within one part of the path, `**/` spans several. Everything below the part before the
     first wildcard is listed.
     """
     from fsspec.utils import glob_translate
 
+    info = pattern.filesystem.get_file_info(pattern.key)
+    if info.type is pafs.FileType.File:
+        return [(pattern, info.size)]
     fixed = re.split(r"[*?[]", pattern.key)[0]
     if fixed == pattern.key:
-        info = pattern.filesystem.get_file_info(pattern.key)
-        return [(pattern, info.size)] if info.type is pafs.FileType.File else []
+        return []
     # Two asterisks that are not a whole part mean the same as one.
     matches = re.compile(glob_translate(re.sub(r"(?<=[^/])\*\*|\*\*(?=[^/])", "*", pattern.key)))
     selector = pafs.FileSelector(fixed.rpartition("/")[0], allow_not_found=True, recursive=True)

@@ -379,6 +379,9 @@ def check_bad_rows(found: Findings, share: float, in_a_row: int) -> None:
             f"input: more than {in_a_row:,} documents in a row are bad: {first_names}; mend or "
             f"remove them, or leave them out: --set bad_rows_in_a_row={10 * in_a_row}"
         )
+    if 0 < found.bad == found.documents:
+        all_documents = "its document is" if found.bad == 1 else f"all {found.bad:,} documents are"
+        raise CorpusError(f"input: {all_documents} bad: {first_names}; mend or replace them")
     share_found = found.bad / max(1, found.documents)
     if share_found > share:
         # Rounded up, so that the advised value is large enough.
@@ -405,9 +408,9 @@ def check_choice(found: Findings, corpus: Corpus) -> None:
             f"input.where: none of {found.documents:,} documents has {described}; "
             f"pile_set_name is {parts or 'nowhere'}; change input.where"
         )
-    for column, count in zip(corpus.choice.columns, found.carried, strict=True):
-        if not count and documents_taken:
+    for column, is_there in zip(corpus.choice.columns, found.carried, strict=True):
+        if not is_there and documents_taken:
             raise CorpusError(
-                f"input.columns: none of {documents_taken:,} documents has a field {column}, nor "
-                "its meta; leave it out, or write its name as it is there"
+                f"input.columns: none of the {found.carried_of:,} documents read has a field "
+                f"{column}, nor its meta; leave it out, or write its name as it is there"
             )

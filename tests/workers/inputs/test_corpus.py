@@ -211,8 +211,8 @@ GOOD = documents(*[8] * 120)
 BAD_LINES = [
     (b"{", "invalid JSON"),
     (b'{"text": "abc"', "invalid JSON"),
-    (b"\x00", "invalid JSON"),
-    (b"[" * 100_000, "invalid JSON"),
+    (b"\x00", "zero bytes; was the file written to its end?"),
+    (b"[" * 100_000, "has a field that is nested too deeply"),
     (b"[1, 2]", "expected a JSON object, got list"),
     (b"null", "expected a JSON object, got NoneType"),
     (b"{}", "has no field text; found nothing; set input.text_field"),
@@ -221,7 +221,9 @@ BAD_LINES = [
     (b'{"text": null}', "text is null, expected a string"),
     (b'{"text": 3}', "text is int, expected a string"),
     (b'{"text": ["abcdefgh"]}', "text is list, expected a string"),
-    (b'{"text": "abc\xff\xfedefgh"}', "not UTF-8"),
+    (b'{"text": "abc\xff\xfedefgh"}',
+     "not UTF-8 (byte 13); if the file is Windows-1252 or Latin-1, iconv -f WINDOWS-1252 -t UTF-8 "
+     "FILE converts it"),
     (b'{"text": "abc\\ud800defgh"}', "text has lone surrogates, which are not UTF-8"),
 ]  # fmt: skip
 

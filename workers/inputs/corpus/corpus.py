@@ -9,12 +9,10 @@ from typing import Any, Protocol
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.tables import carried_name
-from headcount.workers.inputs.corpus.documents import Reading, Source, Value
+from headcount.workers.inputs.corpus.documents import PART, Reading, Source, Value
 
 AllowedValues = Value | list[Value]  # what `where` may say of a field: one value, or several
 Conditions = tuple[tuple[str, tuple[Value, ...]], ...]  # allowed values, by name of field
-
-PART = "pile_set_name"  # The field that names the subset of the Pile. It is kept of every document.
 
 
 class Tokenizer(Protocol):

@@ -1,15 +1,20 @@
-"""Documents out of files: JSON lines, JSON, Parquet, CSV and plain text, plain or compressed, and
-data sets on the Hub.
+"""Documents out of files: JSON lines, JSON, Parquet, Arrow, CSV and plain text, also compressed,
+and data sets on the Hub.
 
 A file is read as records, in order. A record is a document as its file holds it, for example a line
 of bytes. It is made into a `Document` apart: parsing a record costs more than reading it.
 """
 
+import bz2
 import csv
+import gzip
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -18,10 +23,22 @@ from typing import Any, NamedTuple, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headcount.schemas.errors import CorpusError, counted, printable
-from headcount.schemas.files.places import open_whole, place, reason
+from headcount.schemas.errors import (
+    CorpusError,
+    HeadcountError,
+    ScanError,
+    counted,
+    printable,
+)
+from headcount.schemas.files import beginnings
+from headcount.schemas.files.arrow_values import values_of
+from headcount.schemas.files.beginnings import form_of, wide_encoding_of
+from headcount.schemas.files.input_files import check_real_path, open_input
+from headcount.schemas.files.places import place, reason
 
-COMPRESSED = (".zst", ".gz")  # the ending before them says what the file contains
+COMPRESSED = {".zst": "zstd", ".gz": "gzip", ".bz2": "bzip2", ".xz": "xz"}
+"""How a file is compressed, by its last ending; the one before says what the file contains."""
+
 STORE_BUFFER = 4 << 20  # bytes of a request to a store, each of which waits 20 to 100 ms
 
 CONTENT_BUFFER = 1 << 20  # bytes of a compressed file's content that are held at once
@@ -45,6 +62,13 @@ PARQUET_BATCH = 256  # rows of a Parquet file that are held at once at most
 BATCH_BYTES = 16 << 20  # held at once of a Parquet file whose rows are alike
 
 LISTED_NAMES = 8  # fields of a document that an error message lists
+LISTED_LETTERS = 40  # of the name of each
+
+REMOTE = ("hf", "http", "https", "s3", "gs", "gcs")
+"""How addresses begin from which a data set may take files that are not on this machine."""
+
+CHATS = ("messages", "conversations", "conversation")
+"""Fields that hold a chat in lists of turns, as data sets call them."""
 
 CHANGED = "changed while it was read; run the same command again"
 """What is said of a file that is no longer as it was when it was listed."""
@@ -70,6 +94,8 @@ class Problem(str):
 
 BLANK = Problem("blank line")  # counts as a row and holds no document
 
+PART = "pile_set_name"  # The field that names the subset of the Pile. It is kept of every document.
+
 
 class Record(NamedTuple):
     """A document as its file holds it."""
@@ -88,7 +114,7 @@ class Document:
     pile_set_name: str | None = None
     problem: str | None = None
     fields: tuple[str | None, ...] = ()
-    """The fields that a `Reading` names, as JSON; None if it does not have one, or it is null."""
+    """The fields that a `Reading` names, as JSON; None if it does not have one."""
 
     @property
     def content_hash(self) -> int:
@@ -104,7 +130,7 @@ class Document:
 class Source:
     """A file of documents, or one shard of a Hub data set."""
 
-    kind: str  # `jsonl`, `json`, `parquet`, `csv`, `text`, `flowing text` or `hub`
+    kind: str  # `jsonl`, `json`, `parquet`, `arrow`, `csv`, `text`, `flowing text` or `hub`
     path: str
     bytes: int  # this, `changed` and `version` are as of the last look
     split: str = "train"
@@ -143,7 +169,9 @@ class Source:
     @property
     def can_be_entered(self) -> bool:
         """Whether a range is read without what lies before it. It must then end in the source."""
-        return self.kind == "parquet" or (not self.path.endswith(COMPRESSED) and self.has_lines)
+        if self.kind == "parquet":
+            return True
+        return compression_of(self.path) is None and self.has_lines
 
     def documents(self, reading: Reading = EVERY_DOCUMENT) -> Iterator[Document]:
         """The documents in order. A problem of the whole file raises `CorpusError`."""
@@ -167,7 +195,9 @@ class Source:
                 rows = _read_parquet(self, reading, start, stop)
                 rows = islice(rows, None if stop is None else stop - start)
             else:
-                readers = {"hub": _read_hub, "json": _read_array, "csv": _read_csv}
+                readers = {
+                    "hub": _read_hub, "json": _read_array, "csv": _read_csv, "arrow": _read_arrow
+                }  # fmt: skip
                 rows = readers.get(self.kind, _read_text)(self, reading)
             for row, content in enumerate(rows):
                 yield Record(row, content, start + row + 1)
@@ -178,51 +208,109 @@ def refusing_unreadable(source: Source) -> Iterator[None]:
     """Turn what a library raises about a broken file into a `CorpusError` that names the file."""
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
         why = reason(error)
         advice = "is the file complete?"
         if "requires too much memory" in why:
             advice = "its window has more than 128 MiB; compress it without --long and --ultra"
+        elif isinstance(error, PermissionError):
+            advice = "allow it to be read"
         raise CorpusError(
             f"{printable(source.path)}: cannot be read ({printable(why)}); {advice}"
         ) from None
 
 
+def compression_of(path: str) -> str | None:
+    """How a file is compressed, by its ending, in capital letters or not; None if it is not."""
+    return COMPRESSED.get(f".{path.rpartition('.')[2].lower()}")
+
+
 @contextmanager
 def open_content(path: str, start: int = 0) -> Iterator[io.BufferedReader]:
     """A file's content from a byte on, as a stream; a compressed one is read from its beginning."""
-    with open_whole(place(path)) as file:
+    compression = compression_of(path)
+    with open_input(place(path)) as file:
         # A file in a store is Arrow's, which cannot peek or iterate over lines.
         stored = io.BufferedReader(file, STORE_BUFFER) if isinstance(file, pa.NativeFile) else file
-        if path.endswith(COMPRESSED):
-            stream = _decompressed(path, pa.PythonFile(stored, mode="r"))
+        if not start:
+            _check_form(path, stored.peek(beginnings.BYTES), compression)
+        if compression is not None:
+            stream = _decompressed(compression, stored)
             yield io.BufferedReader(stream, CONTENT_BUFFER)
         else:
             stored.seek(start)
             yield stored
 
 
-def _decompressed(path: str, stored: Any) -> Any:  # noqa: ANN401 (pyarrow has no types)
-    # Arrow's streams go on behind the first frame of a file, hold one window and one block however
-    # large a frame is, and raise where a file ends inside a frame, which the libraries zstandard
-    # and gzip do not all do.
-    return pa.CompressedInputStream(stored, "zstd" if path.endswith(".zst") else "gzip")
+def _check_form(path: str, beginning: bytes, expected: str | None) -> None:
+    """Refuse a file that is not what its name says."""
+    form = form_of(beginning)
+    if form == expected:
+        return
+    if form == "Git LFS":
+        problem = "is a pointer of Git LFS, not the file itself; run git lfs pull"
+    elif form is None:
+        problem = f"is {'not' if beginning else 'empty, not'} {expected}, as its name says; "
+        problem += "is the file complete, or its name wrong?"
+    else:
+        ending = next((end for end, name in COMPRESSED.items() if name == form), None)
+        advice = "unpack it" if ending is None else f"let its name end in {ending}"
+        if form in ("Parquet", "Arrow"):
+            advice = f"let its name end in .{form.lower()}"
+        problem = f"is {form}, and its name does not say so; {advice}"
+    raise CorpusError(f"{printable(path)}: {problem}")
+
+
+def _decompressed(compression: str, stored: Any) -> Any:  # noqa: ANN401 (pyarrow has no types)
+    """The content of a compressed file, in however many parts: members, streams or frames."""
+    if compression == "zstd":
+        # Arrow's stream goes on behind the first frame of a file, holds one window and one block
+        # however large a frame is, and raises where a file ends inside a frame, which the library
+        # zstandard does not all do.
+        return pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd")
+    # These read what Arrow does not: zero bytes behind the last member of a gzip file.
+    libraries: dict[str, Callable[[Any], Any]] = {
+        "gzip": lambda file: gzip.GzipFile(fileobj=file),
+        "bzip2": bz2.BZ2File,
+        "xz": lzma.LZMAFile,
+    }
+    return libraries[compression](stored)
 
 
 def content_bytes_of(path: str, stored_bytes: int) -> int:
     """About how many bytes a file holds when it is decompressed, by a sample of its beginning."""
-    if not path.endswith(COMPRESSED):
+    compression = compression_of(path)
+    if compression is None:
         return stored_bytes
-    with open_whole(place(path)) as file:
+    with open_input(place(path)) as file:
         sample = file.read(SAMPLE_BYTES)
     content_bytes = 0
     # A broken file is refused by whoever reads it.
-    with suppress(OSError):
-        stream = _decompressed(path, pa.BufferReader(sample))
+    with suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
+        stream = _decompressed(compression, io.BytesIO(sample))
         # In small pieces, because the last one, which the end of the sample cuts, is lost.
         while piece := stream.read(1 << 14):
             content_bytes += len(piece)
     return stored_bytes * content_bytes // max(1, len(sample))
+
+
+def _refuse_wide(source: Source, file: io.BufferedReader) -> None:
+    """Refuse a file in UTF-16 or UTF-32, of which no line can be read."""
+    if encoding := wide_encoding_of(file.peek(beginnings.BYTES)[: beginnings.BYTES]):
+        raise CorpusError(f"{printable(source.path)}: {_as_utf8(encoding)}")
+
+
+def _as_utf8(encoding: str) -> str:
+    """How a file in another encoding is converted."""
+    return f"looks like {encoding}, expected UTF-8; iconv -f {encoding} -t UTF-8 FILE converts it"
+
+
+def not_utf8(error: UnicodeDecodeError) -> Problem:
+    """What is said of bytes that are not UTF-8: where, and in which encoding they may be."""
+    return Problem(
+        f"not UTF-8 (byte {error.start}); if the file is Windows-1252 or Latin-1, iconv -f "
+        "WINDOWS-1252 -t UTF-8 FILE converts it"
+    )
 
 
 # Readers: of lines, and of rows
@@ -238,6 +326,8 @@ def _read_lines(source: Source, start: int, end: int | None) -> Iterator[Record]
     offset = max(0, start - 1)
     row = 0
     with open_content(source.path, offset) as file:
+        if not offset:
+            _refuse_wide(source, file)
         if start:
             _, offset = _next_line(file, offset)
         while end is None or offset < end:
@@ -269,6 +359,7 @@ def _next_line(file: io.BufferedReader, offset: int) -> tuple[bytes | Problem, i
 def _read_array(source: Source, reading: Reading) -> Iterator[object]:
     """The objects of an array, which is read whole."""
     with open_content(source.path) as file:
+        _refuse_wide(source, file)
         content = file.read(LARGEST_ARRAY + 1)
     if len(content) > LARGEST_ARRAY:
         raise CorpusError(
@@ -276,7 +367,7 @@ def _read_array(source: Source, reading: Reading) -> Iterator[object]:
             "take too much memory to parse; write an object in each line (.jsonl)"
         )
     try:
-        yield from json.loads(content.decode("utf-8-sig"))
+        yield from parsed_json(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CorpusError(
             f"{printable(source.path)}: not JSON ({reason(error)}); expected an array of objects, "
@@ -288,13 +379,9 @@ def _read_parquet(
     source: Source, reading: Reading, start: int, stop: int | None
 ) -> Iterator[object]:
     """The rows of a range of a Parquet file, and perhaps some behind it."""
-    with open_whole(place(source.path)) as content, pq.ParquetFile(content) as file:
-        names: list[str] = file.schema_arrow.names
-        _check_text_column(source.path, reading, names)
-        fields = [reading.text_field, *reading.fields]
-        # `body.plain` may be a column of that name, or a field of the column `body`.
-        outer_fields = [name.partition(".")[0] for name in fields]
-        wanted = {"meta", "pile_set_name", *fields, *outer_fields}
+    with open_table(source, pq.ParquetFile) as file:
+        _check_text_column(source.path, reading, file.schema_arrow.names)
+        paths = [file.schema.column(i).path for i in range(len(file.schema))]
         if stop is not None and stop > file.metadata.num_rows:
             raise CorpusError(
                 f"{printable(source.path)}: has {file.metadata.num_rows:,} rows, expected "
@@ -312,20 +399,74 @@ def _read_parquet(
             for batch in file.iter_batches(
                 batch_size=min(PARQUET_BATCH, max(1, BATCH_BYTES // row_bytes)),
                 row_groups=[number],
-                columns=[name for name in names if name in wanted],
+                columns=[path for path in paths if _is_wanted(path, reading)],
             ):
                 yield from _rows_of(batch.slice(min(to_drop, len(batch))))
                 to_drop = max(0, to_drop - len(batch))
 
 
+def _read_arrow(source: Source, reading: Reading) -> Iterator[object]:
+    """The rows of an Arrow file or stream, such as the library datasets saves to a disk."""
+    with open_table(source, _arrow_batches) as reader:
+        _check_text_column(source.path, reading, reader.schema.names)
+        wanted = [name for name in reader.schema.names if _is_wanted(name, reading)]
+        batches = getattr(reader, "num_record_batches", None)
+        for batch in reader if batches is None else map(reader.get_batch, range(batches)):
+            chosen = batch.select(wanted)
+            # Nothing in the file has been looked at yet, and a wrong offset would end this process.
+            chosen.validate(full=True)
+            for begin in range(0, len(chosen), PARQUET_BATCH):
+                yield from _rows_of(chosen.slice(begin, PARQUET_BATCH))
+
+
+def _arrow_batches(content: Any) -> Any:  # noqa: ANN401 (pyarrow has no types)
+    """A reader of an Arrow file, which has an index at its end, or of a stream."""
+    is_file = content.read(6) == b"ARROW1"
+    content.seek(0)
+    return pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
+
+
+@contextmanager
+def open_table(source: Source, reader: Callable[[Any], Any]) -> Iterator[Any]:
+    """A Parquet or an Arrow file, opened by its reader."""
+    with open_input(place(source.path)) as content:
+        try:
+            table = reader(content)
+        except pa.ArrowException:
+            # The reader does not say what the file is instead.
+            content.seek(0)
+            beginning = content.read(beginnings.BYTES)
+            if form_of(beginning) is not None:
+                _check_form(source.path, beginning, source.kind.capitalize())
+            raise
+        with table:
+            yield table
+
+
+def _is_wanted(path: str, reading: Reading) -> bool:
+    """Whether a column is read, or a field within one: it is asked for, holds what is, or lies in
+    it.
+    """
+    fields = (PART, *reading.fields)
+    # A field of a document may also lie in its `meta`.
+    names = (reading.text_field, *fields, *(f"meta.{name}" for name in fields))
+    return any(
+        f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for name in names
+    )
+
+
 def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any] | Problem]:
+    names = batch.schema.names
     try:
-        return batch.to_pylist()
+        columns = [values_of(column) for column in batch.columns]
     except UnicodeDecodeError:
         # Parquet does not check that its strings are UTF-8, and the error does not name the row.
         if len(batch) == 1:
             return [Problem("not UTF-8")]
         return [row for i in range(len(batch)) for row in _rows_of(batch.slice(i, 1))]
+    if not columns:
+        return [{} for _ in range(len(batch))]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _read_csv(source: Source, reading: Reading) -> Iterator[object]:
@@ -335,6 +476,7 @@ def _read_csv(source: Source, reading: Reading) -> Iterator[object]:
     broken is left out and not counted.
     """
     with open_content(source.path) as content:
+        _refuse_wide(source, content)
         # With "surrogateescape" a row that is not UTF-8 is a bad row, not a bad file.
         text = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.DictReader(text, strict=True)
@@ -361,10 +503,13 @@ def _read_text(source: Source, reading: Reading) -> Iterator[object]:
     if len(content) > LARGEST_RECORD:
         yield Problem(TOO_LARGE)
         return
+    if encoding := wide_encoding_of(content[: beginnings.BYTES]):
+        yield Problem(_as_utf8(encoding))
+        return
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        yield Problem(f"not UTF-8 (byte {error.start})")
+        yield not_utf8(error)
         return
     # The text is put under the name that the scan uses, because the file has no field names.
     yield {reading.text_field: flowing(text) if source.kind == "flowing text" else text}
@@ -390,30 +535,32 @@ def _read_hub(source: Source, reading: Reading) -> Iterator[object]:
             _check_text_column(f"data set {source.name!r}", reading, list(fields))
             yield fields
             row += 1
-    except CorpusError:
+    except HeadcountError:
         raise
     except Exception as error:
-        why = str(error.__cause__ or error).strip().split("\n")[0]
+        why = reason(ValueError(str(error.__cause__ or error).strip().split("\n")[0]))
+        advice = "run the same command again"
+        if os.path.isdir(source.path):
+            advice = (
+                "name its files in files in place of dataset, for instance files = "
+                f"'{source.path.rstrip('/')}/*': each is then read by itself, whatever its columns"
+            )
         raise CorpusError(
             f"data set {source.name!r}, split {source.split!r}: cannot be read further than "
-            f"{counted(row, 'row')} ({why}); run the same command again"
+            f"{counted(row, 'row')} ({why}); {advice}"
         ) from None
 
 
 def open_hub(name: str, split: str) -> Any:  # noqa: ANN401 (datasets has few types)
     """A Hub data set (or a local directory of one) as a stream of rows: an `IterableDataset`."""
-    from datasets import load_dataset
-
     with _refusing_to_open(name, split):
-        return load_dataset(name, split=split, streaming=True)
+        return _builder(name, split).as_streaming_dataset(split=split)
 
 
 def hub_version(name: str, split: str) -> str:
     """What identifies a data set unread: how it is read, and its commit or its files' times."""
-    from datasets import load_dataset_builder
-
     with _refusing_to_open(name, split):
-        builder: Any = load_dataset_builder(name)
+        builder = _builder(name, split)
     files = {
         str(split_name): [list(files), [list(origin) for origin in files.origin_metadata]]
         for split_name, files in (builder.config.data_files or {}).items()
@@ -422,13 +569,46 @@ def hub_version(name: str, split: str) -> str:
     return hashlib.sha256(version.encode()).hexdigest()[:16]
 
 
+def _builder(name: str, split: str) -> Any:  # noqa: ANN401 (datasets has few types)
+    """What reads a data set. Its card may name any file, so each of them is checked."""
+    if os.path.exists(name):
+        check_real_path(name, os.path.realpath(name))
+    for folder in (name, os.path.join(name, split)):
+        if os.path.isfile(os.path.join(folder, "state.json")):
+            raise CorpusError(
+                f"data set {name!r}, split {split!r}: was saved by save_to_disk; name its files in "
+                f"files in place of dataset: files = '{folder.rstrip('/')}/*.arrow'"
+            )
+    from datasets import load_dataset_builder
+
+    builder: Any = load_dataset_builder(name)
+    for files in (builder.config.data_files or {}).values():
+        for file in files:
+            _check_data_file(str(file))
+    return builder
+
+
+def _check_data_file(file: str) -> None:
+    """Refuse a file of a data set that is no input; what stands before :: unpacks it."""
+    packed = file.rpartition("::")[2]
+    scheme, separator, path = packed.partition("://")
+    if separator and scheme in REMOTE:
+        return
+    if separator and scheme not in ("file", "local"):
+        raise ScanError(f"{printable(file)}: expected a path, {', '.join(REMOTE)} or file")
+    path = path if separator else packed
+    check_real_path(file, os.path.realpath(path))
+
+
 @contextmanager
 def _refusing_to_open(name: str, split: str) -> Iterator[None]:
     """Turn what the library datasets raises into a `CorpusError` that names the data set."""
     try:
         yield
+    except HeadcountError:
+        raise
     except Exception as error:
-        why = str(error).strip().split("\n")[0]
+        why = reason(ValueError(str(error).strip().split("\n")[0]))
         raise CorpusError(f"data set {name!r}, split {split!r}: cannot be opened ({why})") from None
 
 
@@ -437,8 +617,19 @@ def _check_text_column(source: str, reading: Reading, columns: Sequence[str]) ->
     if not {reading.text_field, reading.text_field.partition(".")[0]} & set(columns):
         raise CorpusError(
             f"{printable(source)}: expected a column {reading.text_field}, found "
-            f"{_listed(columns)}; set input.text_field"
+            f"{_listed(columns)}; {_advice(reading, columns)}"
         )
+
+
+def _advice(reading: Reading, names: Iterable[str]) -> str:
+    """What to do about documents without a text."""
+    chat = next((name for name in CHATS if name in names), None)
+    if chat is None:
+        return "set input.text_field"
+    return (
+        f"{chat} holds chats, and no template is applied to them: write each chat as one text into "
+        f"a field {reading.text_field}"
+    )
 
 
 # Fields of a record
@@ -457,11 +648,12 @@ def document_of(record: Record, reading: Reading) -> Document:
     name = reading.text_field
     text = _look_up(fields, name)
     if text is MISSING:
-        problem = f"has no field {name}; found {_listed(fields)}; set input.text_field"
+        problem = f"has no field {name}; found {_listed(fields)}; {_advice(reading, fields)}"
         return Document(row, problem=problem)
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
-        return Document(row, problem=f"{name} is {kind}, expected a string")
+        chat = f"; {_advice(Reading(), [name])}" if name in CHATS else ""
+        return Document(row, problem=f"{name} is {kind}, expected a string{chat}")
     if not _is_unicode(text):
         return Document(row, problem=f"{name} has lone surrogates, which are not UTF-8")
     # A letter has four bytes at most, so most texts need not be encoded to know it.
@@ -469,13 +661,12 @@ def document_of(record: Record, reading: Reading) -> Document:
         return Document(row, problem=TOO_LARGE)
     # `meta` is parsed once here rather than by every look-up below.
     fields = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
-    part = field_of(fields, "pile_set_name")
+    part = field_of(fields, PART)
     try:
         found = (field_of(fields, field) for field in reading.fields)
         # As JSON in ASCII.
         kept = tuple(
-            None if value is MISSING or value is None else json.dumps(value, default=str)
-            for value in found
+            None if value is MISSING else json.dumps(value, default=str) for value in found
         )
     except RecursionError:
         return Document(row, problem="has a field that is nested too deeply")
@@ -485,18 +676,45 @@ def document_of(record: Record, reading: Reading) -> Document:
 
 def _parse_line(line: bytes) -> object:
     try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return Problem("not UTF-8")
-    except (ValueError, RecursionError):
+        return parsed_json(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
+    except RecursionError:
+        return Problem("has a field that is nested too deeply")
+    except ValueError:
+        if not line.strip(b"\0\r\n"):
+            return Problem("zero bytes; was the file written to its end?")
         return Problem("invalid JSON")
+
+
+def parsed_json(text: str) -> Any:  # noqa: ANN401
+    """What a JSON text holds. Of an integer too long for Python, its digits."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int | str:
+    try:
+        return int(digits)
+    except ValueError:
+        return digits
 
 
 def _listed(names: Iterable[str]) -> str:
     """The first few names, for an error message."""
     all_names = list(names)
-    listed = ", ".join(printable(name) for name in all_names[:LISTED_NAMES]) or "nothing"
+    listed = ", ".join(_excerpt(name) for name in all_names[:LISTED_NAMES]) or "nothing"
     return listed + (" …" if len(all_names) > LISTED_NAMES else "")
+
+
+def _excerpt(text: str) -> str:
+    """The beginning of a text from a file, for an error message."""
+    shown = printable(text[: LISTED_LETTERS + 1])
+    return shown if len(shown) <= LISTED_LETTERS else f"{shown[:LISTED_LETTERS]}…"
 
 
 MISSING = object()  # The value of a field that a document does not have. None would be JSON's null.
@@ -530,7 +748,7 @@ def _parse_embedded_json(value: object) -> object:
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
-        return json.loads(value)
+        return parsed_json(value)
     except (ValueError, RecursionError):
         return value
 

@@ -22,8 +22,8 @@ import xxhash
 from headcount.schemas.errors import printable
 from headcount.schemas.files.document_fates import FATES, OTHER, Fates
 from headcount.schemas.files.tables import carried_name
-from headcount.workers.inputs.corpus.corpus import PART, Corpus
-from headcount.workers.inputs.corpus.documents import as_text, is_one_of
+from headcount.workers.inputs.corpus.corpus import Corpus
+from headcount.workers.inputs.corpus.documents import PART, as_text, is_one_of
 from headcount.workers.inputs.store.token_store import (
     BAD,
     Portion,
@@ -62,7 +62,8 @@ class Findings:
     fates: Fates
     bad_in_a_row: int  # the largest number of bad documents one after the other
     problems: tuple[str, ...]  # of the first bad documents, in order of the files
-    carried: tuple[int, ...]  # how many documents have each carried field
+    carried: tuple[bool, ...]  # whether a document that was read has each carried field
+    carried_of: int  # documents that were read, also those behind the last sequence
 
     @property
     def bad(self) -> int:
@@ -99,6 +100,7 @@ class SequenceIndex:
         self.most_bad_in_a_row = most_bad_in_a_row
         self.portions: list[Portion] = []
         self.contents: list[str] = []  # of each portion: identifies documents and tokens
+        self.special_tokens: list[dict[str, int]] = []  # of each: in how many texts they are spelt
         self.places = [PortionPlace()]  # of each portion, and of what comes behind them
         self.ends: list[int] = []  # of each block: how many sequences it has with those before it
         self.unmeasured = 0  # tokens left over at the ends of portions that are cut
@@ -133,6 +135,11 @@ class SequenceIndex:
         """How many of these documents are bad."""
         return self.places[-1].bad_before
 
+    @property
+    def spelled_out(self) -> Counter[str]:
+        """How many texts of these documents spell out each special token, which stays text."""
+        return sum(map(Counter, self.special_tokens), Counter[str]())
+
     # Making it
 
     def add(self, first_source: int, portion: Portion) -> None:
@@ -145,6 +152,7 @@ class SequenceIndex:
         self.portions.append(portion)
         files = [(kind, name.rpartition("/")[2]) for kind, name, _, _ in record.files.values()]
         content = json.dumps([first_source, record.start, files, record.digest, record.groups])
+        self.special_tokens.append(record.spelled_out)
         self.contents.append(xxhash.xxh3_64_hexdigest(content.encode()))
         block = self._portion_block(len(self.portions) - 1)
         self._bad_run.add(block.position[block.n_tokens == BAD])
@@ -197,6 +205,7 @@ class SequenceIndex:
         index = copy.copy(self)
         index.portions = self.portions[: last + 1]
         index.contents = self.contents[: last + 1]
+        index.special_tokens = self.special_tokens[: last + 1]
         index.places = self.places[: last + 2]
         index.ends = [*self.ends[:last], sequences]
         index.unmeasured = self.unmeasured - left_over
@@ -345,7 +354,6 @@ class SequenceIndex:
         fates: dict[str, Counter[str]] = defaultdict(Counter)
         bad_run = BadRun()
         problems: list[str] = []
-        carried = np.zeros(len(corpus.choice.columns), np.int64)
         for number in range(len(index.ends)):
             block = index.block(number)
             # For each document the position of its fate in `FATES`. Later lines overrule earlier
@@ -376,11 +384,23 @@ class SequenceIndex:
             bad_run.add(block.position[bad_documents])
             room = NAMED_PROBLEMS - len(problems)
             problems += [index.problem_of(block, i) for i in bad_documents[:room].tolist()]
-            for i, column in enumerate(corpus.choice.columns):
-                carried[i] += len(block) - block.table[field_column(column)].null_count
+        carried, carried_of = index.carried()
         return Findings(
-            Fates.of_parts(fates), bad_run.longest, tuple(problems), tuple(carried.tolist())
+            Fates.of_parts(fates), bad_run.longest, tuple(problems), carried, carried_of
         )
+
+    def carried(self) -> tuple[tuple[bool, ...], int]:
+        """Whether any document of the portions has each carried field, and how many they are.
+
+        A field may be in later documents alone, or be null everywhere, as JSON says it.
+        """
+        columns = self.corpus.choice.columns
+        has_field, documents = np.zeros(len(columns), bool), 0
+        for portion in self.portions if columns else ():
+            table = open_portion(self.store, portion).documents()
+            documents += len(table)
+            has_field |= [table[field_column(c)].null_count < len(table) for c in columns]
+        return tuple(has_field.tolist()), documents
 
 
 class BadRun:

@@ -8,26 +8,29 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from headcount.schemas.errors import ScanError
+from headcount.schemas.files.input_files import read_input
 from headcount.schemas.files.places import place, reason
 from headcount.schemas.packages import PACKAGE
-from headcount.workers.inputs.corpus.documents import COMPRESSED, Source, flowing
+from headcount.workers.inputs.corpus.documents import Source, compression_of, flowing
 
 BUNDLED_PREFIX = "bundled:"
 BUNDLED_LICENSE = f"{BUNDLED_PREFIX}LICENSE"
 """The licence as running text. Its indents and line ends are a third of its tokens to GPT-2, and
 nearly all of its first passage, so they are joined to single spaces.
 """
-TABLES = {".jsonl": "jsonl", ".parquet": "parquet", ".csv": "csv"}
-"""Kind of a file of many texts by its ending, without .zst or .gz."""
+TABLES = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+"""Kind of a file of many texts by its ending, without .zst, .gz, .bz2 or .xz."""
 
 
 def kind_of(path: str, kinds: dict[str, str]) -> str | None:
-    """What is in a file, by its ending, which .zst or .gz may follow; None if no ending fits."""
-    is_compressed = path.endswith(COMPRESSED)
-    name = path.rpartition(".")[0] if is_compressed else path
+    """What is in a file, by its ending, which that of a compressed file may follow; None if no
+    ending fits. Capital letters are the same.
+    """
+    is_compressed = compression_of(path) is not None
+    name = (path.rpartition(".")[0] if is_compressed else path).lower()
     kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), None)
-    # Parquet compresses its columns itself, and cannot be entered inside a compressed file.
-    return None if is_compressed and kind == "parquet" else kind
+    # They compress their columns themselves, and cannot be entered inside a compressed file.
+    return None if is_compressed and kind in ("parquet", "arrow") else kind
 
 
 def located(path: str) -> str:
@@ -77,7 +80,7 @@ def read_text(path: str) -> str:
 
 def _content(path: str) -> bytes:
     try:
-        return place(located(path)).read_bytes()
+        return read_input(place(located(path)))
     except OSError as error:
         raise ScanError(
             f"input.text: {path} cannot be read ({reason(error)}); expected a UTF-8 text file"
@@ -85,8 +88,8 @@ def _content(path: str) -> bytes:
 
 
 def read_texts(path: str) -> list[str]:
-    """The texts of a file: one for each document of a .jsonl, .parquet or .csv file, which may be
-    packed (.zst, .gz); else the whole content.
+    """The texts of a file: one for each document of a .jsonl, .parquet, .arrow or .csv file, which
+    may be compressed; else the whole content.
     """
     kind = kind_of(path, TABLES)
     if kind is None:

@@ -6,21 +6,22 @@ from pathlib import Path
 from typing import Literal
 
 from headcount.schemas.errors import CorpusError, ScanError, printable
+from headcount.schemas.files.input_files import check_real_path, check_regular
 from headcount.schemas.files.places import StorePath, matching, place, reason
 from headcount.schemas.scans.values import Count, Index, TokenId
 from headcount.workers.inputs.corpus.corpus import Corpus, CountedTokens, ReplacedToken
-from headcount.workers.inputs.corpus.documents import Source, open_hub
+from headcount.workers.inputs.corpus.documents import COMPRESSED, Source, open_hub
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, kind_of, located
 from headcount.workers.inputs.input_registry import input_family
 
 Packing = Literal["document", "concat"]
 
-PILE = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
+PILE = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 CSV = {".csv": "csv"}
 TEXT = {"": "text"}
 ANY_TEXT = PILE | CSV | TEXT
-"""Kind of a file by its ending, without .zst or .gz. The empty ending fits every file, so it stands
-last.
+"""Kind of a file by its ending, without one of `COMPRESSED`. The empty ending fits every file, so
+it stands last.
 """
 
 
@@ -32,8 +33,8 @@ def pile(
     split: str = "train",
     packing: Packing = "document",
 ) -> Corpus:
-    """Documents with fields, as the Pile has them (`text`, `meta.pile_set_name`): .jsonl, .json or
-    .parquet files, or a Hub data set.
+    """Documents with fields, as the Pile has them (`text`, `meta.pile_set_name`): .jsonl, .json,
+    .parquet or .arrow files, or a Hub data set.
 
     * `dataset`: a data set of the Hub, for example `NeelNanda/pile-10k`, instead of `files`.
     * `split`: the part of the data set that is read.
@@ -161,12 +162,17 @@ def _sources(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...
                     f"input.files: {path} cannot be listed ({reason(error)})"
                 ) from None
             if not objects:
-                raise CorpusError(f"input.files: no object matches {str(path)!r}")
+                raise CorpusError(
+                    f"input.files: no object matches {str(path)!r}; the objects in a directory are "
+                    f"{str(path / '*')!r}"
+                )
             size_of |= {str(key): size for key, size in objects}
             continue
         for file in _matching_files(str(path), pattern):
             # Two patterns, or two links, may lead to one file. The path that comes first counts.
-            first_path = path_of_real_file.setdefault(os.path.realpath(file), file)
+            real_path = os.path.realpath(file)
+            check_real_path(file, real_path)
+            first_path = path_of_real_file.setdefault(real_path, file)
             size_of[first_path] = os.path.getsize(first_path)
             if pattern == BUNDLED_LICENSE:
                 flowing_path = first_path
@@ -178,7 +184,7 @@ def _sources(files: str | list[str], kinds: dict[str, str]) -> tuple[Source, ...
         if kind is None:
             raise CorpusError(
                 f"{printable(path)}: expected a file that ends in {', '.join(kinds)}; those of "
-                "text may also be packed (.zst, .gz)"
+                f"text may also be packed ({', '.join(COMPRESSED)})"
             )
         sources.append(Source(kind, path, size_of[path]))
     return tuple(sources)
@@ -192,7 +198,14 @@ def _matching_files(path: str, pattern: str) -> list[str]:
             f"{pattern.rstrip('/')}/*"
         )
     # A file comes before a glob, because its name may hold signs such as [ or *.
-    if os.path.isfile(path):
+    if os.path.lexists(path):
+        try:
+            check_regular(path, os.stat(path).st_mode)
+        except OSError as error:
+            target = f", a link to {os.readlink(path)}" if os.path.islink(path) else ""
+            raise CorpusError(
+                f"input.files: {printable(path + target)}: cannot be read ({reason(error)})"
+            ) from None
         return [path]
     files = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
     if not files:

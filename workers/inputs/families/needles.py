@@ -68,7 +68,7 @@ def needle(
     * `depth`: where the needle of the first question stands: 0 is the beginning of the haystack, 1
       its end. Without it the depths of all sequences are spread evenly.
     * `text`: a file, or `bundled:LICENSE`, of which the haystack is a piece, instead of random
-      tokens. Of a .jsonl, .parquet or .csv file (also .zst, .gz) it is a piece of one document.
+      tokens. Of a .jsonl, .parquet or .csv file (also compressed) it is a piece of one document.
       Every replica reads the whole file, so some megabytes of a corpus will do.
     """
     length = _haystack_length(draw, needles, questions, (needles + questions) * (key + value))

@@ -18,7 +18,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from headcount.schemas.errors import CorpusError, printable
-from headcount.schemas.files.places import StorePath, open_whole, place, reason
+from headcount.schemas.files.input_files import open_input
+from headcount.schemas.files.places import StorePath, place, reason
 from headcount.workers.inputs.corpus.documents import (
     CHANGED,
     Source,
@@ -151,7 +152,7 @@ def _cuts_of(source: Source) -> list[int]:
     length = content_bytes = source.bytes
     if source.kind == "parquet":
         try:
-            with refusing_unreadable(source), open_whole(place(source.path)) as content:
+            with refusing_unreadable(source), open_input(place(source.path)) as content:
                 metadata = pq.read_metadata(content)
         except CorpusError:
             # Whoever reads the file says what is wrong with it.

@@ -6,6 +6,7 @@ without parsing it.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, zip_longest
@@ -160,9 +161,12 @@ def _commit(
             for i, ids in zip(batch, tokenizer.encode_many(texts), strict=True):
                 tokens[i] = np.array(ids, id_type)
             batch, letters = [], 0
+    spelled_out = Counter(
+        token for _, _, document in documents for token in tokenizer.spelled_out(document.text)
+    )
     # A file that changed while it was read may have been read half old and half new.
     extent.check_unchanged()
-    commit_portion(store, extent, portion, documents, tokens, rows)
+    commit_portion(store, extent, portion, documents, tokens, rows, spelled_out)
     return portion
 
 

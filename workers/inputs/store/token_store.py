@@ -16,7 +16,7 @@ import re
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -44,7 +44,7 @@ from headcount.workers.model.files.text_tokenizer import TextTokenizer
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
-FORMAT = 3  # Version of the layout. A store of another version has another key.
+FORMAT = 4  # Version of the layout. A store of another version has another key.
 BAD = -1  # number of tokens of a row that cannot be read
 
 STORE_FILE = "store.json"
@@ -199,6 +199,7 @@ class PortionRecord:
     rows: int  # rows of its last source that the extent has up to here, blank lines counted
     start: int  # where the extent begins in its only source, as `Extent.start`
     stop: int | None
+    spelled_out: dict[str, int]  # by special token: how many texts spell it out
     files: dict[str, tuple[str, str, int, int]]
     """By number within the extent: kind, path or address, bytes, and when it was changed last."""
     digest: str  # of the columns that say where a document comes from
@@ -215,6 +216,7 @@ def commit_portion(
     documents: Sequence[tuple[int, int, Document]],
     tokens: Sequence[np.ndarray],
     rows: int,
+    spelled_out: Mapping[str, int],
 ) -> None:
     """Write a portion: of each document the number of its source, its offset and its tokens."""
     fields = [field_column(name) for name in store.reading.fields]
@@ -252,6 +254,7 @@ def commit_portion(
         rows=rows,
         start=extent.start,
         stop=extent.stop,
+        spelled_out=dict(spelled_out),
         files={
             str(number): (source.kind, source.name, source.bytes, source.changed)
             for number, source in enumerate(extent.sources)

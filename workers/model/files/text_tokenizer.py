@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +40,11 @@ PROBE = (
 spaces, code, accents written in two ways, and signs that no tokenizer expects.
 """
 
+
+BRACKETED = re.compile(r"<[^<>\s]{1,62}>|\[[^\[\]\s]{1,62}\]")
+"""What nearly all special tokens look like: no other form is looked for, as vocabularies have up to
+6,000 of them.
+"""
 
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
@@ -105,6 +111,16 @@ class TextTokenizer:
     def ids_end(self) -> int:
         """One more than the largest token id; ids may have gaps."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The special tokens, as a text would spell them."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    def spelled_out(self, text: str) -> frozenset[str]:
+        """The special tokens that a text spells out, which stay text."""
+        return self.special_tokens.intersection(BRACKETED.findall(text))
 
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens."""
