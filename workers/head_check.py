@@ -75,6 +75,9 @@ SCHEMA = pa.schema(
 
 Task = Literal["needles", "repeats", "text"]
 
+FIELDS: dict[Task, str] = {"needles": "recall", "repeats": "loss", "text": "text_loss"}
+"""Where the answer of a task stands among `Answers`."""
+
 
 class Question(NamedTuple):
     """Sequences, and the tokens of them that the model should know."""
@@ -85,29 +88,17 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model says of its tokens. What it was not asked is None."""
+    """What a model says of its tokens. A loss that it was not asked for is 0, a recall 1."""
 
-    recall: float | None  # share of the tokens of needles that it predicts first
-    loss: float | None  # mean loss after repeats, in nats
-    text_loss: float | None = None  # mean loss of text whose earlier part is hidden
+    recall: float = 1.0  # share of the tokens of needles that it predicts first
+    loss: float = 0.0  # mean loss after repeats, in nats
+    text_loss: float = 0.0  # mean loss of text whose earlier part is hidden
 
-    def loses_nothing(
-        self, full: "Answers", tasks: Collection[Task], tolerance: float = TOLERANCE
-    ) -> bool:
-        """Whether they are as good as those of the full cache in some tasks, within the tolerance.
-        """
-        pairs = {"repeats": (self.loss, full.loss), "text": (self.text_loss, full.text_loss)}
-        for task, (loss, full_loss) in pairs.items():
-            if task in tasks:
-                assert loss is not None
-                assert full_loss is not None
-                if loss > (1 + tolerance) * full_loss:
-                    return False
-        if "needles" not in tasks:
-            return True
-        assert self.recall is not None
-        assert full.recall is not None
-        return self.recall >= (1 - tolerance) * full.recall
+    def loses_nothing(self, full: "Answers", tolerance: float = TOLERANCE) -> bool:
+        """Whether they are as good as those of the full cache, within the tolerance."""
+        recalls = self.recall >= (1 - tolerance) * full.recall
+        predicts = self.loss <= (1 + tolerance) * full.loss
+        return recalls and predicts and self.text_loss <= (1 + tolerance) * full.text_loss
 
 
 class HeadTrial:
@@ -162,9 +153,14 @@ class HeadTrial:
         check_unembedding(replica.model)
         return replica
 
-    def one_pass(self) -> None:
-        """Send one sequence through the model, to see how long that takes."""
-        tokens = self._question("repeats", 0).tokens[:1]
+    @property
+    def batch(self) -> int:
+        """Sequences that go through the model at a time."""
+        return max(1, min(self.sequences, MOST_TOKENS // self.n_ctx))
+
+    def run(self, count: int) -> None:
+        """Send some sequences through the model, to see how long that takes."""
+        tokens = self._question("repeats", 0).tokens[:count]
         with self.replica.engine_under(NONE, None) as engine:
             _recalls_and_losses(engine, Question(tokens, tokens >= 0), lambda _: None)
 
@@ -182,12 +178,11 @@ class HeadTrial:
     def tasks(self) -> tuple[Task, ...]:
         """What the model can do with its whole cache; text stands in for what it cannot."""
         full = self._answers(self.kv_heads, ("needles", "repeats"), SEARCHED_SEED)
-        guess = math.log(self.info.d_vocab)
-        assert full.recall is not None
-        assert full.loss is not None
         tasks: list[Task] = []
-        tasks += ["needles"] if full.recall >= LEAST_RECALL else []
-        tasks += ["repeats"] if full.loss <= LARGEST_REPEAT_LOSS * guess else []
+        if full.recall >= LEAST_RECALL:
+            tasks.append("needles")
+        if full.loss <= LARGEST_REPEAT_LOSS * math.log(self.info.d_vocab):
+            tasks.append("repeats")
         return (*tasks, "text") if len(tasks) < 2 and self.text is not None else tuple(tasks)
 
     @property
@@ -283,7 +278,7 @@ class HeadTrial:
         for kept in range(0, len(ranked_heads), step):
             heads = sorted({*ranked_heads[:kept]} & {*self.kv_heads})
             answers = self._answers(tuple(heads), self.tasks, seed)
-            if answers.loses_nothing(full, self.tasks, SEARCHED_TOLERANCE):
+            if answers.loses_nothing(full, SEARCHED_TOLERANCE):
                 return kept
         return len(ranked_heads)
 
@@ -324,11 +319,9 @@ class HeadTrial:
         asked[:, self.sink + self.recent + 1 :] = True
         return Question(tokens, asked)
 
-    def _answers(
-        self, heads: tuple[KVHead, ...], tasks: Collection[Task], seed: int
-    ) -> Answers:
-        answers = {task: self._answer(heads, task, seed) for task in tasks}
-        return Answers(answers.get("needles"), answers.get("repeats"), answers.get("text"))
+    def _answers(self, heads: tuple[KVHead, ...], tasks: Collection[Task], seed: int) -> Answers:
+        answers = {FIELDS[task]: self._answer(heads, task, seed) for task in tasks}
+        return Answers(**answers)
 
     def _answer(self, heads: tuple[KVHead, ...], task: Task, seed: int) -> float:
         """Recall of needles, or a mean loss; measured if it is not known."""
@@ -364,26 +357,27 @@ class HeadTrial:
 def verdict(table: pa.Table, tasks: Collection[Task] = ("needles", "repeats")) -> list[str]:
     """What the table of a trial says, in lines. `tasks` are those that judge."""
     rows = table.to_pylist()
+    has_text = "loss_of_text" in table.schema.names
     full, with_chosen, *with_random, with_none = (
-        Answers(row["recall"], row["loss_after_repeats"], row.get("loss_of_text")) for row in rows
+        Answers(row["recall"], row["loss_after_repeats"], row.get("loss_of_text", 0.0))
+        for row in rows
     )
-    is_within = "within" if with_chosen.loses_nothing(full, tasks) else "not within"
-    parts = [f"recall {with_chosen.recall:.3f} of {full.recall:.3f}"]
-    parts += [f"loss {with_chosen.loss:.3f} against {full.loss:.3f}"]
-    if full.text_loss is not None:
-        parts.append(f"text {with_chosen.text_loss:.3f} against {full.text_loss:.3f}")
+    judged, judged_full = (_judged(answers, tasks) for answers in (with_chosen, full))
+    is_within = "within" if judged.loses_nothing(judged_full) else "not within"
+    text = f", text {with_chosen.text_loss:.3f} against {full.text_loss:.3f}" if has_text else ""
     lines = [
-        f"chosen heads: {is_within} {100 * TOLERANCE:.0f} % of the full cache ({', '.join(parts)})"
+        f"chosen heads: {is_within} {100 * TOLERANCE:.0f} % of the full cache "
+        f"(recall {with_chosen.recall:.3f} of {full.recall:.3f}, "
+        f"loss {with_chosen.loss:.3f} against {full.loss:.3f}{text})"
     ]
     if with_random:
         recalls = ", ".join(f"{one.recall:.3f}" for one in with_random)
         losses = ", ".join(f"{one.loss:.3f}" for one in with_random)
-        texts = ""
-        if full.text_loss is not None:
-            texts = f"text {', '.join(f'{one.text_loss:.3f}' for one in with_random)}, "
+        texts = ", ".join(f"{one.text_loss:.3f}" for one in with_random)
+        text = f"text {texts}, " if has_text else ""
         overlaps = ", ".join(str(row["of_the_chosen"]) for row in rows[2:-1])
         lines.append(
-            f"random heads: recall {recalls}, loss {losses}, {texts}with {overlaps} of the "
+            f"random heads: recall {recalls}, loss {losses}, {text}with {overlaps} of the "
             f"{rows[1]['kv_heads']} chosen heads among them"
         )
     if 2 * rows[1]["kv_heads"] > rows[0]["kv_heads"]:
@@ -392,9 +386,14 @@ def verdict(table: pa.Table, tasks: Collection[Task] = ("needles", "repeats")) -
         lines.append("every head recalls no more than none does, so recall says nothing here")
     if full.loss >= with_none.loss:
         lines.append("every head has no lower loss than none has, so the loss says nothing here")
-    if full.text_loss is not None and full.text_loss >= with_none.text_loss:
+    if has_text and full.text_loss >= with_none.text_loss:
         lines.append("every head has no lower loss of text than none has, so text says nothing")
     return lines
+
+
+def _judged(answers: Answers, tasks: Collection[Task]) -> Answers:
+    """The answers in those tasks that judge."""
+    return Answers(**{FIELDS[task]: getattr(answers, FIELDS[task]) for task in tasks})
 
 
 def _recalls_and_losses(

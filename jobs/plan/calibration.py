@@ -83,10 +83,11 @@ def scan_of_losses(
     return _set(fields)
 
 
-def announce(
-    plan: Plan, resources: Resources, tell: Callable[[str], None]
-) -> KnownModels | None:
-    """Say how many passes a scan of losses will take and about how long, by the time of one.
+TIMED_TOKENS = 4096  # of the passes by whose time that of all others is told
+
+
+def announce(plan: Plan, resources: Resources, tell: Callable[[str], None]) -> KnownModels | None:
+    """Say how many passes a scan of losses will take and about how long, by the time of a few.
 
     Returns the model that was loaded for it; none if all is measured, or other processes measure.
     """
@@ -104,26 +105,26 @@ def announce(
     models = KnownModels()
     device = resolve_device(resources.device)
     replica = Replica(plan.info, plan.scan, device, models.load)
-    tokens = plan.sequences.shard(0).tokens[:1]
-    tell(words_of_passes(passes, plan.scan.n_ctx, seconds_of(lambda: replica.measure(tokens))))
+    tokens = plan.sequences.shard(0).tokens
+    in_batch = max(1, min(len(tokens), TIMED_TOKENS // plan.scan.n_ctx))
+    seconds = seconds_of(lambda count: replica.measure(tokens[:count]), in_batch)
+    tell(words_of_passes(passes, plan.scan.n_ctx, seconds))
     return models
 
 
-def seconds_of(one_pass: Callable[[], object]) -> float:
-    """How long a pass takes. The first one warms up, so the faster of two counts."""
-    times: list[float] = []
-    for _ in range(2):
-        began = time.perf_counter()
-        one_pass()
-        times.append(time.perf_counter() - began)
-    return min(times)
+def seconds_of(run: Callable[[int], object], sequences: int) -> float:
+    """How long a sequence takes if so many are run at a time, after one that warms up."""
+    run(1)
+    began = time.perf_counter()
+    run(sequences)
+    return (time.perf_counter() - began) / sequences
 
 
 def words_of_passes(passes: int, n_ctx: int, seconds: float | None) -> str:
     """How many passes there will be, how long they take, and that they may be stopped."""
     line = f"{passes:,} passes of {n_ctx:,} tokens"
     if seconds is not None:
-        line += f", about {duration(passes * seconds)} by the time of one"
+        line += f", about {duration(passes * seconds)} by the time of the first"
     return f"{line}; after Ctrl-C the same command goes on where it was"
 
 
@@ -146,8 +147,8 @@ def drawn_heads(manifest: Manifest, info: ModelInfo, count: int, draw: int) -> l
     }
     drawn: list[Head] = []
     while len(drawn) < count and (layers := [layer for layer in shuffled if shuffled[layer]]):
-        for layer in spread_evenly(layers, count - len(drawn)):
-            drawn.append(shuffled[layer].pop())
+        chosen_layers = spread_evenly(layers, count - len(drawn))
+        drawn += [shuffled[layer].pop() for layer in chosen_layers]
     return sorted(drawn)
 
 
