@@ -113,7 +113,7 @@ def sparsity_of(dropped: int, count: int) -> float:
     """A short number with which so many of the heads stream.
 
     >>> sparsity_of(10, 12), sparsity_of(9, 12), sparsity_of(1, 4096)
-    (0.8333, 0.75, 0.00024414)
+    (0.8333, 0.75, 0.0002441)
     """
     for digits in range(4, 18):
         sparsity = float(f"{dropped / count:.{digits}g}")

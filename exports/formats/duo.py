@@ -46,16 +46,9 @@ TIE_BREAK = 2e-6
 
 def refusal_of_duo(setting: Setting, options: Options) -> str | None:
     """What options alone, or options and the length of sequences, rule out."""
-    sink, recent, sparsity = (options[name] for name in ("sink", "recent", "sparsity"))
-    if sparsity is not None and options["threshold"] is not None:
+    sink, recent = options["sink"], options["recent"]
+    if options["sparsity"] is not None and options["threshold"] is not None:
         return "--sparsity and --threshold both choose heads; leave out one"
-    if sparsity is not None and setting.n_kv_heads is not None:
-        count = setting.n_layers * setting.n_kv_heads
-        if not 0 < dropped_by(sparsity, count) < count:
-            return (
-                f"--sparsity {sparsity:g}: of the {count} KV heads all or none would stream, "
-                f"which is no choice; expected {1 / count:.3g} to {1 - 1 / count:.3g}"
-            )
     if options["score"] == "retrieval":
         return _problem_of_block(setting, recent)
     return problem_of_window(setting.n_ctx, sink, recent)

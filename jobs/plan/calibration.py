@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headcount.jobs.console import duration
@@ -38,7 +38,7 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
         if record.get(CALIBRATED)
     ]
     info, n_ctx = _info(manifest), manifest.identity["scan"]["n_ctx"]
-    drawn = drawn_heads(manifest, info, heads, draw)
+    drawn = drawn_heads(_measured_heads(manifest, info).by_layer, heads, draw)
     texts = (t.format(layer=head.layer, head=head.head) for t in templates for head in drawn)
     # A window as long as the sequences has no effect, and none to measure.
     interventions = [text for text in texts if _does_something(text, info, n_ctx)]
@@ -60,7 +60,8 @@ def scan_of_losses(
     manifest = run.manifest()
     fields = dict(manifest.identity["scan"])
     kept = min(sequences, manifest.sequences)
-    fitting = MOST_TOKENS_OF_A_SHARD // (fields["n_ctx"] * (1 + len(interventions)))
+    most = min(kept, fields["sequences_per_shard"])
+    in_a_shard = sequences_in_a_shard(fields["n_ctx"], 1 + len(interventions), most)
     fields |= {
         "interventions": ["none", *interventions],
         "statistics": ["sink_mass"],
@@ -72,7 +73,7 @@ def scan_of_losses(
         "layers": [_measured_heads(manifest, _info(manifest)).layers[0]],
         "heads": "all",
         "sequences": kept,
-        "sequences_per_shard": max(1, min(kept, fields["sequences_per_shard"], fitting)),
+        "sequences_per_shard": in_a_shard,
         # What has a backward pass.
         "precision": "float64" if fields.get("precision") == "float64" else "float32",
         "out": str(run.path.parent),
@@ -84,6 +85,17 @@ def scan_of_losses(
 
 
 TIMED_TOKENS = 4096  # of the passes by whose time that of all others is told
+
+
+def sequences_in_a_shard(n_ctx: int, passes: int, most: int) -> int:
+    """Sequences of a shard, at most so many, if each takes some passes of n_ctx tokens.
+
+    >>> sequences_in_a_shard(16, 4, 16), sequences_in_a_shard(1024, 16, 16)
+    (16, 4)
+    >>> sequences_in_a_shard(1024, 200, 16)
+    1
+    """
+    return max(1, min(most, MOST_TOKENS_OF_A_SHARD // (n_ctx * passes)))
 
 
 def announce(plan: Plan, resources: Resources, tell: Callable[[str], None]) -> KnownModels | None:
@@ -133,17 +145,16 @@ def _set(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def drawn_heads(manifest: Manifest, info: ModelInfo, count: int, draw: int) -> list[Head]:
+def drawn_heads(by_layer: Mapping[int, Sequence[int]], count: int, draw: int) -> list[Head]:
     """Heads of a run, drawn at random in layers that are spread evenly over the whole depth.
 
     Every layer gives as many as the others, but for one. If there are fewer heads than layers, the
     first and the last layer are among those that give one.
     """
-    measured = _measured_heads(manifest, info)
     generator = random.Random(draw)
     shuffled = {
         layer: generator.sample([Head(layer, head) for head in of_layer], len(of_layer))
-        for layer, of_layer in sorted(measured.by_layer.items())
+        for layer, of_layer in sorted(by_layer.items())
     }
     drawn: list[Head] = []
     while len(drawn) < count and (layers := [layer for layer in shuffled if shuffled[layer]]):
