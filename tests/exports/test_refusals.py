@@ -144,9 +144,7 @@ def test_a_list_of_effects_asks_for_a_calibration(words: str, home: Path):
 
 
 @pytest.mark.parametrize(("threshold", "heads"), [("0.99", "0"), ("0.01", "4")])
-def test_a_threshold_that_chooses_all_or_none_makes_no_list(
-    threshold: str, heads: str, home: Path
-):
+def test_a_threshold_that_chooses_all_or_none_makes_no_list(threshold: str, heads: str, home: Path):
     from tests.exports.test_exports import DISTANT, of_heads, write_toy
 
     write_toy(home / "runs", "a-1", {"distant_mass(1,1)": of_heads(DISTANT)})

@@ -1,6 +1,7 @@
 """Which heads a calibration measures."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_heads_are_drawn_over_the_whole_depth(count: int):
     assert max(of_layers.values()) - min(of_layers.values()) <= 1
     # Those that give one more are as far apart as they can be.
     more = [layer for layer, heads in of_layers.items() if heads == max(of_layers.values())]
-    gaps = {after - before for before, after in zip(more, more[1:], strict=False)}
+    gaps = {after - before for before, after in pairwise(more)}
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
 
 
