@@ -17,6 +17,9 @@ LARGEST_Q = 0.05  # share of false heads that a list may have, on average
 SPLITS = 20  # random splits of the documents into halves
 STABLE = 0.9  # median Jaccard index from which on a list is stable
 
+FEWEST_PARTS = 8
+"""Documents from which on halves say something of others: of 4 there are only three splits."""
+
 
 @dataclass(frozen=True)
 class DocumentSums:
@@ -150,7 +153,9 @@ class Stability:
 
     @property
     def verdict(self) -> str:
-        """`stable` or `unstable`."""
+        """`stable` or `unstable`, or `unknown` if there are too few."""
+        if self.parts < FEWEST_PARTS:
+            return "unknown"
         return "stable" if self.median >= STABLE else "unstable"
 
     @property
@@ -159,6 +164,11 @@ class Stability:
         return {"verdict": self.verdict, **asdict(self)}
 
     def __str__(self) -> str:
+        if self.parts < FEWEST_PARTS:
+            return (
+                f"unknown: {self.parts:,} {self.of} are too few to say how far lists of their "
+                f"halves agree; expected {FEWEST_PARTS} or more"
+            )
         return (
             f"{self.verdict}: lists of two halves of its {self.parts:,} {self.of} agree by a "
             f"Jaccard index of {self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f} in "

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
-from headcount.queries.commands.query import Code, tell_user, warn_of_damage
+from headcount.queries.commands.query import Code, tell_user
 from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:
-    from headcount.exports.registry import Exported, ExportFormat, Needs
-    from headcount.exports.source import ExportSource
-    from headcount.queries.ask.asking import RunDatabase
+    from headcount.exports.registry import Exported, ExportFormat
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -108,6 +106,15 @@ def export(
             "with the chosen heads whole, and with as many random ones.",
         ),
     ] = False,
+    check_sequences: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="NUMBER",
+            help="Sequences of each task of --check: fewer take less time, and say less. "
+            "Default: 64.",
+        ),
+    ] = None,
     device: Annotated[Device, typer.Option(help="Device of what is measured.")] = "auto",
     run_ids: Annotated[
         list[str] | None,
@@ -125,17 +132,16 @@ def export(
     """Write what runs measured as a file that another tool loads: which heads retrieve, how far
     they look back, how large their keys get.
     """
-    from headcount.exports.destination import check_destination, write_export
+    from headcount.exports.destination import check_destination
+    from headcount.exports.refusals import check_libraries
     from headcount.exports.registry import FORMATS, export_formats
-    from headcount.exports.source import choose_run
-    from headcount.schemas.files.places import absolute
-    from headcount.schemas.files.run_directory import RunDirectory
+    from headcount.exports.request import DEFAULT_SEQUENCES, ExportRequest
 
-    formats = export_formats()
     if listed:
-        for format_name, listed_format in formats.items():
+        for format_name, listed_format in export_formats().items():
             typer.echo(f"{format_name}: {listed_format.title}\n    {listed_format.read_by}")
         return
+    export_formats()
     if name is None:
         raise QueryError("expected the name of a format; headcount export --list has them")
     export = FORMATS.named(name, "export")
@@ -145,126 +151,66 @@ def export(
             f"export {name}: say where to with -o PATH, for instance -o {export.example}"
         )
     # Before any scan: it would be paid for in vain.
-    destination = check_destination(export, output, replace)
-    if runs is None and model is None:
-        raise QueryError(f"export {name}: expected RUNS, or --model MODEL to measure it now")
-    if model is None and overrides:
-        raise QueryError("--set is about the scan of --model; leave it out")
-    baseline = None
-    needs = export.needs(options)
-    if model is not None:
-        fields = {"model": model, "out": runs or "runs"}
-        runs, baseline = _measured(needs, f"export-{name}", fields, overrides, device)
-    directory = RunDirectory(absolute(str(runs)))
-    # A calibration lies beside its run.
-    if needs.calibrated and directory.path.name.startswith("run_id="):
-        runs, run_ids = str(directory.path.parent), [directory.run_id]
-    found = _opened(str(runs), code)
-    source = choose_run(found, export, options, destination, run_ids or (), baseline)
-    source = dataclasses.replace(source, device=device)
-    exported: Exported = export.function(source, **options)
-    # Before anything is written: the model, or what runs it, may not be there.
-    trial = _tried_out(exported, source, model, device) if check else ""
-    size = write_export(export, destination, exported.files)
+    destination = check_destination(export, output, replace, options)
+    contradictions = {
+        f"export {name}: expected RUNS, or --model MODEL to measure it now": runs is model is None,
+        "--set is about the scan of --model; leave it out": model is None and overrides,
+        "--run is about runs that are there, and --model measures its own; leave out one": (
+            model is not None and run_ids
+        ),
+        f"export {name}: chooses no heads to keep whole; leave out --check": (
+            check and export.streamed_keys is None
+        ),
+        "--check-sequences is about --check; leave it out": (
+            check_sequences is not None and not check
+        ),
+    }
+    for problem, is_wrong in contradictions.items():
+        if is_wrong:
+            raise QueryError(problem)
+    check_libraries(export)
+    request = ExportRequest(
+        export=export,
+        options=options,
+        destination=destination,
+        replace=replace,
+        model=model,
+        check_sequences=(check_sequences or DEFAULT_SEQUENCES) if check else None,
+        device=device,
+        code=code,
+        run_ids=run_ids or [],
+    )
+    exported, source, size = request.made(runs, overrides or [])
     for note in filter(None, (*exported.notes, exported.stability)):
         tell_user(f"note: {note}")
     typer.echo(
         f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"
     )
-    typer.echo(trial, nl=False)
-
-
-def _tried_out(exported: Exported, source: ExportSource, model: str | None, device: Device) -> str:
-    """What the model loses with a cache that is cut so: recall of needles, loss after repeats.
-
-    If the number of heads is open, it is the smallest one with which nothing is lost. Returns the
-    table, and what it says in lines, as one text.
-    """
-    cut = exported.cut
-    if cut is None:
-        raise QueryError(
-            f"export {source.format.name}: chooses no heads to keep whole; leave out --check"
+    if check:
+        assert source.check is not None
+        typer.echo(
+            "".join(f"{line}\n" for line in _lines_of_check(source.check, exported)), nl=False
         )
+
+
+def _lines_of_check(check: Mapping[str, Any], exported: Exported) -> list[str]:
+    """What a check has found out, as a table and lines."""
+    from headcount.exports.registry import sparsity_of
     from headcount.queries.api import text_table
-    from headcount.workers.head_check import JUDGED_SEED, SEARCHED_SEED, HeadTrial, verdict
-    from headcount.workers.process import prepare_process
 
-    prepare_process()
-    # On the model where it lies now, which may have moved since the run.
-    path, n_ctx = model or source.run["model"], source.run["n_ctx"]
-    trial = HeadTrial(path, cut.sink, cut.recent, n_ctx=n_ctx, device=device)
-    heads = cut.heads
     lines: list[str] = []
-    if cut.is_ranking:
-        # A number that was found on some sequences is judged on others.
-        kept = trial.fewest(heads, seed=SEARCHED_SEED)
-        line = f"number of heads: with {kept} of {len(heads)} nothing is lost on other sequences"
+    if "table" in check:
+        rows = check["table"]
+        lines.append(text_table([*rows[0]], [tuple(row.values()) for row in rows]))
+    if (kept := check.get("heads_that_lose_nothing")) is not None:
+        assert exported.cut is not None
+        count = len(exported.cut.heads)
+        line = f"number of heads: with {kept} of {count} nothing is lost on other sequences"
         # All or none of them is no choice.
-        if 0 < kept < len(heads):
-            line += f"; --sparsity {1 - kept / len(heads):.4g} chooses them"
+        if 0 < kept < count:
+            line += f"; --sparsity {sparsity_of(count - kept, count):g} chooses them"
         lines.append(line)
-        heads = heads[:kept]
-    # A layer that does not attend has scores, but no cache.
-    table = trial.table([head for head in heads if head in trial.kv_heads], seed=JUDGED_SEED)
-    rows = [tuple(row.values()) for row in table.to_pylist()]
-    text = text_table(table.schema.names, rows)
-    return "".join(f"{line}\n" for line in (text, *lines, *verdict(table)))
-
-
-def _measured(
-    needs: Needs, name: str, fields: dict[str, Any], overrides: list[str] | None, device: Device
-) -> tuple[str, RunDatabase | None]:
-    """Measure all that is needed; returns where its run lies, and the baseline's run, opened."""
-    from headcount.jobs.api import measure_losses_beside
-    from headcount.jobs.commands.cluster import DRAWN_HEADS, DRAWN_SEQUENCES
-    from headcount.jobs.plan.calibration import calibration_of
-    from headcount.jobs.resources import Resources
-    from headcount.schemas.files.places import absolute
-    from headcount.schemas.files.run_directory import RunDirectory
-
-    baseline = None
-    # First, as its input takes fewer options: what it refuses is said before anything is measured.
-    if needs.baseline is not None:
-        baseline = _opened(_scan(needs.baseline, f"{name}-baseline", fields, overrides, device))
-    path = _scan(needs, name, fields, overrides, device)
-    if needs.calibrated:
-        run = RunDirectory(absolute(path))
-        losses = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, draw=0)
-        resources = Resources(replicas=0, device=device)
-        measure_losses_beside(run, losses, "calibration", resources)
-    return path, baseline
-
-
-def _scan(
-    needs: Needs, name: str, fields: dict[str, Any], overrides: list[str] | None, device: Device
-) -> str:
-    """Run or continue the scan that measures what is needed; returns where its run lies."""
-    from headcount.jobs.api import run_scan
-    from headcount.schemas.scans.scan import override_fields
-    from headcount.workers.model.files.model_info import describe, find_model
-
-    # No longer than the model takes, unless the user says so.
-    positions = describe(find_model(fields["model"])).n_ctx
-    run = run_scan(
-        override_fields(needs.scan_fields(fields["model"], positions) | fields, overrides or []),
-        {},
-        name=name,
-        replicas=0,
-        cores=0,
-        device=device,
-        address=None,
-        new=False,
-        quiet=False,
-    )
-    return str(run)
-
-
-def _opened(runs: str, code: str | None = None) -> RunDatabase:
-    from headcount.queries.ask.asking import open_runs
-
-    database = open_runs(runs, code=code, tell=tell_user)
-    warn_of_damage(database)
-    return database
+    return [*lines, *check["left_out"], *check["verdict"]]
 
 
 def help_text(export: ExportFormat) -> str:

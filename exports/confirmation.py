@@ -1,17 +1,127 @@
-"""Losses under interventions, which a format measures in runs of their own beside the run."""
+"""What confirms a list: losses under interventions, in runs of their own beside the run, and the
+check of a cut cache.
 
-from collections.abc import Sequence
+The list is written before, and says what it still awaits. Each step says how many passes it takes.
+What is measured stays, so after an interrupt the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headcount.exports.registry import CacheCut
 from headcount.exports.source import ExportSource
 from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.commands.query import tell_user
 from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.files.places import absolute
 from headcount.schemas.files.run_directory import RunDirectory
 
+if TYPE_CHECKING:
+    from headcount.workers.head_check import HeadTrial
+
+SAVED_SECONDS = 10.0  # after so long, what a check has measured is written into the file
+
 FEWEST_DOCUMENTS = 4  # half of them choose and the others report, and a standard error needs two
+
+
+class Steps:
+    """Says which of the steps of a command begins."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.begun = total, 0
+
+    def begin(self, words: str) -> None:
+        """Say what begins now, unless it is all that there is."""
+        self.begun += 1
+        if self.total > 1:
+            tell_user(f"step {self.begun} of {self.total}: {words}")
+
+
+def checked(
+    trial: HeadTrial,
+    cut: CacheCut,
+    begin: Callable[[str], None],
+    save: Callable[[Mapping[str, Any]], None],
+) -> dict[str, Any]:
+    """What the model loses with a cache that is cut so: recall of needles, loss after repeats.
+
+    If the number of heads is open, it is the smallest one with which nothing is lost. `save` takes
+    what is known so far, now and then and at an interrupt.
+    """
+    from headcount.jobs.plan.calibration import seconds_of, words_of_passes
+    from headcount.workers.head_check import JUDGED_SEED, SEARCHED_SEED, verdict
+
+    passes = trial.passes(len(cut.heads) if cut.is_ranking else 0)
+    words = words_of_passes(passes, trial.n_ctx, seconds_of(trial.run, trial.batch))
+    tell_user(f"check: at most {words}; --check-sequences takes fewer than {trial.sequences}")
+    facts = facts_of_trial(trial)
+    with _kept(trial, passes, save):
+        begin("what the model can do with its whole cache")
+        facts |= {"judged_by": list(trial.tasks), "left_out": trial.task_lines}
+        if not trial.tasks:
+            facts["verdict"] = ["the check says nothing of this model: it can do none of its tasks"]
+            return facts | {"answers": trial.known}
+        heads = cut.heads
+        if cut.is_ranking:
+            begin("how many heads lose nothing")
+            # A number that was found on some sequences is judged on others.
+            facts["heads_that_lose_nothing"] = kept = trial.fewest(heads, seed=SEARCHED_SEED)
+            heads = heads[:kept]
+        begin("the chosen heads against random ones, on other sequences")
+        # A layer that does not attend has scores, but no cache.
+        table = trial.table([head for head in heads if head in trial.kv_heads], seed=JUDGED_SEED)
+    facts |= {"table": table.to_pylist(), "verdict": verdict(table, trial.tasks)}
+    return facts | {"answers": trial.known}
+
+
+STEPS_OF_A_CHECK = 2  # and one more if the number of heads is open
+
+
+def facts_of_trial(trial: HeadTrial) -> dict[str, Any]:
+    """What a check rests on. Only answers to the same questions can be used again."""
+    from headcount.workers.provenance.code_fingerprint import code_fingerprint
+
+    return {
+        "sequences": trial.sequences,
+        "n_ctx": trial.n_ctx,
+        "code": code_fingerprint(),
+        "answers": trial.known,
+    }
+
+
+@contextlib.contextmanager
+def _kept(
+    trial: HeadTrial, passes: int, save: Callable[[Mapping[str, Any]], None]
+) -> Iterator[None]:
+    """Show how far a check is, and keep what it has measured, whatever ends it."""
+    from rich.console import Console
+
+    from headcount.jobs.run.progress import bar
+
+    done, saved = 0, time.monotonic()
+    with bar(Console(stderr=True, highlight=False), "check", "check: ") as show:
+
+        def passed(sequences: int) -> None:
+            nonlocal done, saved
+            done += sequences
+            show(f"{done:,} of at most {passes:,} passes", min(1.0, done / passes))
+            if time.monotonic() > saved + SAVED_SECONDS:
+                save(facts_of_trial(trial))
+                saved = time.monotonic()
+
+        trial.passed = passed
+        try:
+            yield
+        except BaseException:
+            save(facts_of_trial(trial))
+            raise
 
 
 def documents_of(source: ExportSource, sequences: int) -> np.ndarray:
@@ -34,13 +144,16 @@ def documents_of(source: ExportSource, sequences: int) -> np.ndarray:
 
 
 def changes_of_loss(
-    source: ExportSource, interventions: Sequence[str], sequences: int
+    source: ExportSource, interventions: Sequence[str], sequences: int, words: str
 ) -> tuple[np.ndarray, str]:
     """Loss under each intervention less that of the untouched model, in nats per token, on the
     first sequences of a run: `[intervention sequence]`, and the id of the run that has them.
 
     That run is NAME-confirmation. It is continued if it is there, and nothing is measured twice.
+    `words` say which step it is.
     """
+    if tuple(interventions) in source.known_changes:
+        return source.known_changes[tuple(interventions)]
     # What is not measured needs no torch.
     from headcount.jobs.api import measure_losses_beside
     from headcount.jobs.plan.calibration import scan_of_losses
@@ -50,6 +163,7 @@ def changes_of_loss(
     run = RunDirectory(absolute(source.opened.directory.path))
     fields = scan_of_losses(run, interventions, sequences)
     resources = Resources(replicas=0, device=source.device)
+    source.begin(words)
     path = measure_losses_beside(run, fields, "confirmation", resources)
     database = open_runs(path)
     if _what_was_read(database, sequences) != _what_was_read(source.database, sequences, source):
@@ -66,7 +180,9 @@ def changes_of_loss(
         ORDER BY sequence"""
     )
     changes = {text: [change for name, change in rows if name == text] for text in interventions}
-    return np.array([*changes.values()], float), RunDirectory(path).run_id
+    measured = np.array([*changes.values()], float), RunDirectory(path).run_id
+    source.known_changes[tuple(interventions)] = measured
+    return measured
 
 
 def _what_was_read(

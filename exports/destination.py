@@ -1,38 +1,39 @@
 """Where an export goes: a file or a folder that appears whole, on a disk or in a store."""
 
+import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
-from headcount.exports.registry import ExportFormat
+from headcount.exports.registry import ExportFormat, Options
+from headcount.exports.source import UNFINISHED
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import Place, absolute, explained, names, reason, write_whole
+from headcount.schemas.scans.scan import LONGEST_FILE_NAME
+
+LONGEST_MARK = len("..01234567.part")  # what is put around the name of a file until it is whole
 
 RANDOM_PART = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<=snap-)\d+")
 """What differs in the name of one of Iceberg's files whenever it is written."""
 
 
-def check_destination(export: ExportFormat, output: str, replace: bool) -> Place:
+def check_destination(
+    export: ExportFormat, output: str, replace: bool, options: Options | None = None
+) -> Place:
     """The place of an export. It is an error if something is there that must not be replaced, or
     if nothing can be written there: a scan may come first.
+
+    What the same export has begun to write there, with these options, it goes on with.
     """
     destination = absolute(output)
-    problem = None
     try:
-        if isinstance(destination, Path):
-            # The nearest folder that is there. Those between are made when the export is written.
-            parent = next((place for place in destination.parents if place.exists()), None)
-            if parent is None:
-                problem = "is the root of the disk; expected a name in a directory"
-            elif not parent.is_dir():
-                problem = f"{parent} is a file; expected a directory, or a free name"
-            elif not os.access(parent, os.W_OK | os.X_OK):
-                problem = f"{parent} cannot be written (no permission); choose another place"
-            elif export.writes == "file" and destination.is_dir():
-                problem = "is a directory; expected the name of a file"
+        problem = _problem_of_disk(export, destination) if isinstance(destination, Path) else None
         is_file = destination.is_file()
         if export.writes == "folder" and is_file:
             problem = problem or "is a file; expected a folder, or a name that is free"
@@ -41,11 +42,77 @@ def check_destination(export: ExportFormat, output: str, replace: bool) -> Place
     except OSError as error:
         # A name that is too long, for instance.
         raise QueryError(f"{destination}: cannot be written ({reason(error)})") from None
-    if is_there and not replace:
+    if is_there and not replace and not is_begun(export, destination, options or {}):
         problem = problem or "is there already; choose another name, or say --replace"
+    if is_there and export.file_patterns and isinstance(destination, Path):
+        problem = problem or _problem_of_contents(destination, export.file_patterns)
     if problem is not None:
         raise QueryError(f"{destination}: {problem}")
     return destination
+
+
+def _problem_of_disk(export: ExportFormat, destination: Path) -> str | None:
+    """Why nothing can be written at a place of a disk. None if it seems that it can."""
+    # The nearest folder that is there. Those between are made when the export is written.
+    parent = next((place for place in destination.parents if place.exists()), None)
+    if parent is None:
+        return "is the root of the disk; expected a name in a directory"
+    if not parent.is_dir():
+        return f"{parent} is a file; expected a directory, or a free name"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} cannot be written (no permission); choose another place"
+    if export.writes == "file" and destination.is_dir():
+        return "is a directory; expected the name of a file"
+    if destination.exists() and not (destination.is_file() or destination.is_dir()):
+        return "is neither a file nor a directory; expected a name that is free"
+    return _problem_of_names(destination)
+
+
+def _problem_of_names(destination: Path) -> str | None:
+    """Why a file system would not take the names that are missing on the way to a place, or that of
+    a file that becomes it.
+    """
+    for place in (destination, *destination.parents):
+        longest = len(os.fsencode(place.name)) + (LONGEST_MARK if place == destination else 0)
+        if longest > LONGEST_FILE_NAME:
+            return f"{place.name[:40]}… is too long for a file system; choose a shorter name"
+        if place.exists() and place != destination:
+            break
+    return None
+
+
+def _problem_of_contents(folder: Path, patterns: Collection[str]) -> str | None:
+    """Why a folder must not be replaced: it holds more than an export, so it may be anything."""
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        # A name may hold brackets, which mean something in a pattern.
+        is_of_export = name in patterns or any(fnmatch(name, pattern) for pattern in patterns)
+        if not path.is_dir() and not is_of_export:
+            return f"holds {name}, which is no part of this export; choose another folder"
+    return None
+
+
+def facts_of(export: ExportFormat, destination: Place) -> dict[str, Any]:
+    """What an export that is there says of itself; empty if it says nothing."""
+    file = destination if export.writes == "file" else destination / "config.json"
+    try:
+        text = file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    # The whole file is an object, or its last line.
+    for part in (text, text.strip().rpartition("\n")[2]):
+        with contextlib.suppress(ValueError, TypeError, LookupError):
+            facts = json.loads(part)["headcount"]
+            if isinstance(facts, dict):
+                return facts
+    return {}
+
+
+def is_begun(export: ExportFormat, destination: Place, options: Options) -> bool:
+    """Whether an unfinished export by the same options is there."""
+    facts = facts_of(export, destination)
+    is_same = (facts.get("format"), facts.get("options")) == (export.name, dict(options))
+    return UNFINISHED in facts and is_same
 
 
 def write_export(
@@ -65,15 +132,10 @@ def write_export(
 
 def _write_folder(destination: Path, files: Mapping[str, bytes | Path]) -> None:
     """Write files beside the destination, then give their folder its name in one step."""
-    # A folder that holds more than an older export may be anything.
-    of_export = {RANDOM_PART.sub("*", name) for name in files}
-    for path in sorted(destination.rglob("*")):
-        name = str(path.relative_to(destination))
-        if not path.is_dir() and RANDOM_PART.sub("*", name) not in of_export:
-            raise QueryError(
-                f"{destination}: holds {name}, which is no part of this export; choose another "
-                "folder"
-            )
+    # What differs in a name whenever it is written may be any text.
+    patterns = {RANDOM_PART.sub("*", name) for name in files}
+    if (problem := _problem_of_contents(destination, patterns)) is not None:
+        raise QueryError(f"{destination}: {problem}")
     destination.parent.mkdir(parents=True, exist_ok=True)
     # Two exports to one place at a time write into different folders.
     mark = secrets.token_hex(4)

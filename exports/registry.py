@@ -5,6 +5,7 @@ function is the name of the format, with `-` for `_`. `formats/razor.py` is a sh
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from pydantic import Field
 from headcount.exports import formats
 from headcount.exports.certainty import Stability
 from headcount.schemas.errors import QueryError
+from headcount.schemas.files.places import Place
 from headcount.schemas.registry import Entry, Registry, import_files, prose_of, read_argument
 from headcount.schemas.scans.values import problem_of
 
@@ -31,6 +33,10 @@ not. Few tokens of natural text need anything far away, so their mean would hide
 """
 
 
+BUNDLED_TEXT = {"family": "text", "files": "bundled:LICENSE", "packing": "concat"}
+"""The input of the only text that every installation has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """What a run must have measured so that a format can be made of it."""
@@ -40,6 +46,10 @@ class Needs:
     families: tuple[str, ...] = ()  # Input families that the format can be made of. Empty: any.
     input_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the input of the scan that `--model` runs."""
+    about_text: bool = False
+    """Whether it is about text as the model reads it. Any input will do, and the scan that
+    `--model` runs reads one if the model has a tokenizer.
+    """
     every_head: bool = True  # whether the run must have measured every head of the model
     calibrated: bool = False  # whether measured interventions must say how good estimates are
     baseline: "Needs | None" = None
@@ -47,14 +57,23 @@ class Needs:
     of the same model, with sequences of the same length.
     """
 
-    def scan_fields(self, model: str, positions: int | None = None) -> dict[str, Any]:
-        """The fields of a scan that measures it, in at most `positions` tokens a sequence."""
+    def scan_fields(
+        self, model: str, positions: int | None = None, *, reads_text: bool = True
+    ) -> dict[str, Any]:
+        """The fields of a scan that measures it, in at most `positions` tokens a sequence.
+
+        `reads_text` says whether the model has a tokenizer.
+        """
         fields: dict[str, Any] = {"model": model, "n_ctx": min(1024, positions or 1024)}
         fields |= {"sequences": 64, "sequences_per_shard": 16}
         if self.statistics:
             fields["statistics"] = list(self.statistics)
         if self.profiles:
             fields["profiles"] = list(self.profiles)
+        if self.about_text and reads_text:
+            # It has two thousand tokens or more.
+            fields |= {"n_ctx": min(512, fields["n_ctx"]), "sequences": "all"}
+            return fields | {"sequences_per_shard": 1, "input": BUNDLED_TEXT}
         family = self.families[0] if self.families else REPEATED
         return fields | {"input": {"family": family, **self.input_options}}
 
@@ -62,6 +81,7 @@ class Needs:
         parts = [*self.statistics, *(f"profile {name}" for name in self.profiles)]
         line = ", ".join(parts) or "a finished run"
         line += f"; input {' or '.join(self.families)}" if self.families else ""
+        line += "; by default a text" if self.about_text else ""
         line += "; headcount calibrate of it" if self.calibrated else ""
         return line if self.baseline is None else f"{line}; and {self.baseline}"
 
@@ -77,6 +97,30 @@ class CacheCut:
     """Whether the file leaves open how many heads keep everything. Then `heads` are all of them,
     the highest score first.
     """
+
+
+def dropped_by(sparsity: float, count: int) -> int:
+    """How many of so many heads DuoAttention lets stream: those below this quantile of the scores.
+
+    >>> dropped_by(0.75, 12), dropped_by(0.25, 90), dropped_by(0.001, 12)
+    (9, 23, 1)
+    """
+    # Roundings must not add a head.
+    return math.ceil(sparsity * (count - 1) - 1e-9)
+
+
+def sparsity_of(dropped: int, count: int) -> float:
+    """A short number with which so many of the heads stream.
+
+    >>> sparsity_of(10, 12), sparsity_of(9, 12), sparsity_of(1, 4096)
+    (0.8333, 0.75, 0.0002441)
+    """
+    for digits in range(4, 18):
+        sparsity = float(f"{dropped / count:.{digits}g}")
+        # kvpress rounds, instead of taking a quantile.
+        if dropped_by(sparsity, count) == dropped == round(sparsity * count):
+            return sparsity
+    return dropped / count
 
 
 def ranked(scores: np.ndarray) -> list[tuple[int, int]]:
@@ -110,6 +154,25 @@ class Exported:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is known of a run before anything is measured, and of one that is there as well."""
+
+    model: str  # a Hub id, a directory or bundled:NAME
+    revision: str | None
+    n_ctx: int
+    bos: bool
+    input_options: Mapping[str, Any]
+    sequences: int | None  # None if that depends on a corpus
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int | None  # None if a run has no record of it
+    attention_layers: tuple[int, ...]
+    directory: Place | None  # of the run; None if it is not there yet
+    runs: Place  # where its directory lies, or will
+    destination: Place
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportFormat(Entry):
     """A registered format."""
 
@@ -119,7 +182,19 @@ class ExportFormat(Entry):
     writes: Literal["file", "folder"]
     example: str  # a path that a user might write it to
     load: str  # Python that loads what was written to that path. A test runs it.
-    measures: bool = False  # whether it measures more than the run has, in a run beside it
+    measures: bool = False  # whether it measures more than the run has, in runs beside it
+    refusal: Callable[[Setting, Options], str | None] = lambda _, __: None
+    """Why it cannot be made, for all that is known before anything is measured. None if it can."""
+    streamed_keys: Callable[[Options, int], tuple[int, int]] | None = None
+    """Of the options and n_ctx: the first and last keys that a head keeps which is cut, as
+    `--check` does it. None if the format cuts no cache.
+    """
+    is_ranking: Callable[[Options], bool] = lambda _: False
+    """Whether its file leaves open how many heads keep their whole cache."""
+    file_patterns: tuple[str, ...] = ()
+    """The names of the files in the folder that it writes. `*` stands for any text."""
+    libraries: tuple[str, ...] = ()  # libraries that are installed for it alone
+    least_documents: int = 1
     needs_of: Callable[..., Needs] | Needs  # what it needs, or a function of named options
 
     @cached_property

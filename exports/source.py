@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from headcount.exports.certainty import (
     stability_of,
     sure_heads,
 )
-from headcount.exports.registry import ExportFormat, Needs, Options, ranked
+from headcount.exports.registry import ExportFormat, Needs, Options, Setting, ranked
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.column_facts import column_facts
 from headcount.queries.open.connection import OPENED
@@ -32,6 +33,14 @@ from headcount.schemas.files.places import Place
 from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.scans.values import in_toml
 from headcount.schemas.statistics import STATISTICS
+
+UNFINISHED = "unfinished"
+"""What a file says of itself under this name as long as its list is not confirmed."""
+
+CALIBRATION, CONFIRMATION, CHECK = "calibration of its effects", "measured losses", "its check"
+"""What confirms a list: interventions whose effects it estimates, losses with all that it chose,
+and a cut cache.
+"""
 
 MOST_PARTS = 1024
 """Groups of documents at most, so that memory does not grow with a run. Groups are independent, as
@@ -55,7 +64,15 @@ class ExportSource:
     split: tuple[int, int] | None = None  # half of which split `sums` are over; None: all
     known_sums: dict[str, DocumentSums] = field(default_factory=dict, repr=False)
     """What was read already: halves are parts of it."""
+    known_changes: dict[tuple[str, ...], tuple[np.ndarray, str]] = field(
+        default_factory=dict, repr=False
+    )
+    """Changes of the loss that were measured already, and the runs that did, by interventions."""
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where it measures (`confirmation`)
+    awaits: str | None = None
+    """What confirms the list and is not measured yet: the file is written before, and says so."""
+    check: Mapping[str, Any] | None = None  # what `--check` has found out, if anything
+    begin: Callable[[str], None] = lambda _: None  # is told what a format begins to measure
 
     @property
     def run_id(self) -> str:
@@ -93,6 +110,31 @@ class ExportSource:
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.run["n_heads"] // self.kv_shape[1]
+
+    @property
+    def setting(self) -> Setting:
+        """The same as it is known of a run that is only planned."""
+        manifest, run = self.opened.manifest, self.run
+        layers = manifest.model.get("attention_layers") or range(run["n_layers"])
+        model = run["model"]
+        if "model" in manifest.places:
+            # A relative name is meant from where the run was begun.
+            model = str(Path(manifest.begun_in, model))
+        return Setting(
+            model=model,
+            revision=manifest.identity["scan"].get("revision"),
+            n_ctx=run["n_ctx"],
+            bos=run["bos"],
+            input_options=self.input_options,
+            sequences=run["sequences_done"],
+            n_layers=run["n_layers"],
+            n_heads=run["n_heads"],
+            n_kv_heads=run["n_kv_heads"],
+            attention_layers=tuple(layers),
+            directory=self.opened.directory.path,
+            runs=self.opened.directory.path.parent,
+            destination=self.destination,
+        )
 
     @property
     def condition(self) -> str:
@@ -168,6 +210,17 @@ class ExportSource:
         means = self.sums(total, least_documents).means
         return Scores(means, excess.means, excess.errors, excess.effective_documents, p)
 
+    @property
+    def documents(self) -> int:
+        """The documents that the run is of. A sequence without one is one of its own."""
+        ((documents,),) = self.database.rows(
+            f"""
+            SELECT count(DISTINCT (document, if(document IS NULL, sequence, NULL)))
+            FROM internal.documents
+            WHERE {self.condition}"""
+        )
+        return documents
+
     def check_differs_from_uniform(self, statistic: str) -> None:
         """It is an error if no head is surely above or below what uniform attention would score, by
         more than MARGIN. Of one document, the size alone decides.
@@ -184,7 +237,7 @@ class ExportSource:
         It is an error if no measured intervention says how far that can be trusted.
         """
         column = column_of(statistic)
-        known = column in self.known_sums
+        known = column in self.known_sums or CALIBRATION in (self.awaits or "")
         if not known and self.calibration([column])[column] == NOT_CALIBRATED:
             raise QueryError(
                 f"export {self.format.name}: {column} of run {self.run_id} is an estimate to first "
@@ -319,6 +372,10 @@ class ExportSource:
             facts["baseline"] = {"run_id": run["run_id"], "code": run["code"]}
             facts["baseline"] |= self.baseline._input_facts
         facts["options"] = dict(self.options)
+        if self.check is not None:
+            facts["check"] = dict(self.check)
+        if self.awaits is not None:
+            facts[UNFINISHED] = f"{self.awaits}; the same command goes on with it"
         return facts
 
     @property
@@ -331,20 +388,20 @@ class ExportSource:
         content: Mapping[str, object],
         indent: int | None = None,
         choice: Choice | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> bytes:
-        """A file of one JSON object, which also says where it is from and how sure a choice is."""
-        facts = self.provenance | (choice.facts if choice else {})
-        content = {**content, "headcount": facts}
+        """A file of one JSON object, which also says where it is from and how sure a choice is.
+
+        `facts` are more of that.
+        """
+        said = self.provenance | (choice.facts if choice else {}) | dict(facts or {})
+        content = {**content, "headcount": said}
         return f"{json.dumps(content, indent=indent, ensure_ascii=False)}\n".encode()
 
     def safetensors_file(self, tensors: Mapping[str, np.ndarray]) -> bytes:
         """A safetensors file, whose header says where it comes from."""
-        try:
-            from safetensors.numpy import save
-        except ModuleNotFoundError:
-            raise QueryError(
-                "this format needs safetensors, which is not installed: pip install -e '.[export]'"
-            ) from None
+        from safetensors.numpy import save
+
         # Readers of weights look for this format in the header: the layout of torch's tensors.
         metadata = {"format": "pt", "headcount": self.provenance_line}
         arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
@@ -441,9 +498,21 @@ def _only_fitting(
         fields["input"] = {**fields["input"], **tokens}
     scan = "".join(f"\n    {name} = {in_toml(value)}" for name, value in fields.items())
     advice = f"this scan would do, and --model MODEL runs it:{scan}"
+    if needs.calibrated:
+        advice = (
+            "this scan would do, then headcount calibrate of its run; --model MODEL runs both:"
+            f"{scan}"
+        )
     # A run that only has to be finished needs no other scan.
-    if compared is None and all(problem and "is not complete" in problem for problem in problems):
-        advice = "headcount resume goes on with it"
+    unfinished = [
+        str(run.opened.directory.path)
+        for run, problem in zip(runs, problems, strict=True)
+        if problem is not None and problem.startswith("is not complete")
+    ]
+    if unfinished:
+        advice = f"headcount resume {' or '.join(unfinished)} goes on with it"
+        if needs.calibrated:
+            advice += ", then headcount calibrate of it"
     reasons = "; ".join(
         f"run {run.run_id} {problem}" for run, problem in zip(runs, problems, strict=True)
     )
@@ -455,8 +524,6 @@ def problem_of(
 ) -> str | None:
     """Why a format cannot be made of a run, or compare a run with it. None if it can."""
     run = source.run
-    if not run["complete"]:
-        return f"is not complete: {run['shards_done']:,} of {run['shards']:,} shards are in"
     profiles = source.opened.manifest.kinds.get("profiles", {})
     columns = map(column_of, needs.statistics)
     missing = [column for column in columns if column not in run["statistics"]]
@@ -474,6 +541,9 @@ def problem_of(
                 return f"has {fact} {run[fact]}, expected {compared.run[fact]}"
         if _options_beside_period(source) != _options_beside_period(compared):
             return "draws from other tokens"
+    # Last: to finish a run that lacks something else would be in vain.
+    if not run["complete"]:
+        return f"is not complete: {run['shards_done']:,} of {run['shards']:,} shards are in"
     return None
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 from types import FrameType
 
@@ -11,16 +10,6 @@ def _leave_at_once(number: int, _: FrameType | None) -> None:
     """End without unwinding: an interrupt during an import would print a stack trace."""
     os.write(2, b"stopped\n")
     os._exit(128 + number)
-
-
-class _WithoutPandas:
-    """Lets no library find pandas. Arrow imports it with its first array, wherever it is installed:
-    a fifth of the time of a small query.
-    """
-
-    def find_spec(self, name: str, *_: object) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError(name)
 
 
 def main() -> None:
@@ -37,10 +26,6 @@ def main() -> None:
     # Beside other programs a scan on all cores was ten times slower than on one. Torch reads the
     # variable when it is loaded; a value of the user's stays.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What loads a model asks whether pandas is installed, and expects an answer.
-    loads_model = any(word.startswith(("--model", "--check")) for word in sys.argv)
-    if sys.argv[1:2] in (["query"], ["list"], ["status"], ["export"]) and not loads_model:
-        sys.meta_path.insert(0, _WithoutPandas())
     from headcount import commands
     from headcount.jobs.endings import ended_in_lines
     from headcount.workers.process import collect_garbage_rarely

@@ -7,12 +7,15 @@ import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
+from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
+from headcount.jobs.plan.calibration import announce
 from headcount.jobs.plan.plan import make_plan, prepare_run, where_begun
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint
 from headcount.jobs.resources import Resources
@@ -62,8 +65,12 @@ def run_scan(
         if calibrates is not None:
             manifest = plan.manifest.model_copy(update={"calibrates": calibrates})
             plan = replace(plan, manifest=manifest)
+        models = None
+        if calibrates is not None:
+            # Heads times sequences are many passes, so people are told before.
+            models = announce(plan, resources, partial(say, console))
         prepare_run(plan, text)
-        failures = run_to_end(plan, resources, console)
+        failures = run_to_end(plan, resources, console, models=models)
     if failures:
         raise RunError(
             f"{plan.run.run_id}: {counted(len(failures), 'shard')} failed, the first with: "

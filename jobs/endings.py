@@ -34,7 +34,7 @@ from typing import Literal, NoReturn
 
 from headcount.schemas.errors import HeadcountError, printable
 
-CONTINUABLE = ("scan", "resume", "compact", "reproduce")
+CONTINUABLE = ("scan", "resume", "compact", "reproduce", "calibrate", "export")
 """Commands that the same command continues after they were stopped."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

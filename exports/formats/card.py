@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import replace
 
-from headcount.exports.registry import Exported, Needs, export_format, export_formats
+from headcount.exports.registry import Exported, Needs, Setting, export_format, export_formats
 from headcount.exports.source import ExportSource, problem_of
 from headcount.queries.report.html_page import number
 from headcount.schemas.errors import QueryError
@@ -26,6 +26,7 @@ from datasets import load_dataset
 heads = load_dataset("runs/run_id=…", "heads", split="train")
 """,
     needs=Needs(every_head=False),
+    refusal=lambda setting, _: problem_of_place(setting),
 )
 def card(source: ExportSource, *, license: str = "unknown") -> Exported:  # noqa: A002
     """README.md with a configuration for each table of a run, and what every column means.
@@ -38,7 +39,6 @@ def card(source: ExportSource, *, license: str = "unknown") -> Exported:  # noqa
       corpus, so it depends on the corpus.
     """
     run = source.run
-    # Before any line, because a place that the Hub could not read the files from is refused here.
     configurations = _configurations(source)
     # JSON writes texts as YAML does.
     lines = [
@@ -83,16 +83,28 @@ def card(source: ExportSource, *, license: str = "unknown") -> Exported:  # noqa
     return Exported(files={"README.md": "".join(f"{line}\n" for line in lines).encode()})
 
 
+def problem_of_place(setting: Setting) -> str | None:
+    """Why the Hub could not read the files of a run from a card there. None if it could."""
+    # The Hub reads patterns from the folder of the card.
+    above = setting.destination.parent
+    if setting.directory is not None:
+        run = setting.directory
+    else:
+        # As long as it has no name, it may be the directory of any run.
+        is_of_a_run = str(above.parent) == str(setting.runs) and above.name.startswith("run_id=")
+        run = above if is_of_a_run else setting.runs / "run_id=…"
+    if str(run) == str(above) or str(run).startswith(f"{above}/"):
+        return None
+    return (
+        f"{setting.destination}: expected a name in the directory of the run or above it, for "
+        f"instance {run}/README.md"
+    )
+
+
 def _configurations(source: ExportSource) -> dict[str, list[str]]:
     """The patterns of files of every configuration: a table, and an intervention if it has one."""
     run = source.opened.directory.path
-    # The Hub reads patterns from the folder of the card.
     above = source.destination.parent
-    if run != above and not str(run).startswith(f"{above}/"):
-        raise QueryError(
-            f"{source.destination}: expected a name in the directory of the run or above it, for "
-            f"instance {run}/README.md"
-        )
     root = "" if run == above else f"{os.path.relpath(str(run), str(above))}/"
     configurations: dict[str, list[str]] = {}
     for table in TABLES:

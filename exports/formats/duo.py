@@ -1,7 +1,8 @@
 """The format `duo`: which KV heads need the whole cache."""
 
 import io
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,9 +12,13 @@ from headcount.exports.registry import (
     CacheCut,
     Exported,
     Needs,
+    Options,
     Part,
+    Setting,
+    dropped_by,
     export_format,
     ranked,
+    sparsity_of,
 )
 from headcount.exports.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
@@ -34,6 +39,46 @@ def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
     )
 
 
+TIE_BREAK = 2e-6
+"""How far scores at a border lie apart. DuoAttention adds up to 1e-6 to each, so as to break ties.
+"""
+
+
+def refusal_of_duo(setting: Setting, options: Options) -> str | None:
+    """What options alone, or options and the length of sequences, rule out."""
+    sink, recent = options["sink"], options["recent"]
+    if options["sparsity"] is not None and options["threshold"] is not None:
+        return "--sparsity and --threshold both choose heads; leave out one"
+    if options["score"] == "retrieval":
+        return _problem_of_block(setting, recent)
+    return problem_of_window(setting.n_ctx, sink, recent)
+
+
+def problem_of_window(n_ctx: int, sink: int, recent: int, flag: str = "--recent") -> str | None:
+    """Why a head that keeps these keys loses none. None if it does."""
+    if sink + recent < n_ctx:
+        return None
+    return (
+        f"{flag} {recent}: with the first {sink} keys a head keeps all of {n_ctx} tokens; expected "
+        "less, or longer sequences"
+    )
+
+
+def _problem_of_block(setting: Setting, recent: int) -> str | None:
+    block = length_of_block(setting.n_ctx, setting.bos, setting.input_options)
+    if recent < block:
+        return None
+    run = (
+        "the run"
+        if setting.directory is None
+        else setting.directory.name.replace("run_id=", "run ")
+    )
+    return (
+        f"--recent {recent}: {run} repeats a block of {block} tokens, which streaming heads would "
+        f"see whole; expected less than {block}, or longer sequences"
+    )
+
+
 @export_format(
     "KV heads that need the whole cache (retrieval heads), and those that stream",
     read_by="DuoAttention (`load_attn_pattern`), kvpress (by a subclass of `DuoAttentionPress`)",
@@ -51,6 +96,11 @@ with open("patterns/my-model/config.json") as file:
 print(scores.shape, config["sink_size"], config["recent_size"])  # [layer kv_head]
 """,
     needs=needs_of_duo,
+    refusal=refusal_of_duo,
+    streamed_keys=lambda options, _: (options["sink"], options["recent"]),
+    is_ranking=lambda options: options["sparsity"] is None and options["threshold"] is None,
+    file_patterns=("full_attention_heads.tsv", "config.json"),
+    least_documents=2,
 )
 def duo(
     source: ExportSource,
@@ -65,7 +115,10 @@ def duo(
     """A score from 0 (streams) to 1 (retrieves) for every KV head.
 
     `config.json` has `sink_size` and `recent_size`; `full_attention_heads.tsv` has a line for each
-    layer and a column for each KV head, which the readers cut at a quantile or at a threshold.
+    layer and a column for each KV head. DuoAttention and kvpress are told a sparsity, and let the
+    lowest scores stream. With --sparsity or --threshold, `headcount` in config.json also has the
+    `retrieval_kv_heads`, the `threshold` that they reach, and the `sparsity` with which both
+    readers choose just these.
 
     The score is the share of its attention that a head moves when something repeats, as a mean
     over the queries of the second copy. Two runs are compared: over a random block that is
@@ -84,13 +137,12 @@ def duo(
       share of the largest.
     * `sink`: first keys that a streaming head keeps. DuoAttention trained with 64.
     * `recent`: last keys that a streaming head keeps. DuoAttention trained with 256.
-    * `sparsity`: share of KV heads that stream. With it the file has 0 and 1 instead of scores.
-    * `threshold`: score from which a KV head retrieves. With it the file has 0 and 1.
+    * `sparsity`: share of KV heads that stream: those below this quantile of the scores, as
+      DuoAttention takes it.
+    * `threshold`: score from which a KV head retrieves.
     * `group`: how the query heads of a KV head are joined. By default the one that looks farthest
       decides, because all of them lose what the cache drops.
     """
-    if sparsity is not None and threshold is not None:
-        raise QueryError("export duo: --sparsity and --threshold both choose heads; leave out one")
     # A file of scores leaves the number of heads to its reader, and `--check` looks for it.
     is_ranking = sparsity is None and threshold is None
 
@@ -100,7 +152,7 @@ def duo(
         if sparsity is not None:
             # Of equal scores at the border, the one of the earlier layer is kept, so that exactly
             # this share of the heads streams.
-            heads = heads[: scores.size - round(scores.size * sparsity)]
+            heads = heads[: scores.size - dropped_by(sparsity, scores.size)]
         elif threshold is not None:
             heads = [head for head in heads if scores[head] >= threshold]
         else:
@@ -115,27 +167,61 @@ def duo(
     choice = source.choice(heads_of)
     scores, _ = kv_scores(source, score, sink, recent, group, margin=0)
     heads = ranked(scores)
+    config: dict[str, object] = {"sink_size": sink, "recent_size": recent}
+    facts: dict[str, object] = {}
+    notes: list[str] = []
     if not is_ranking:
+        highest = heads[0]
         heads = list(choice.items)
-        scores = np.zeros(scores.shape)
-        for head in heads:
-            scores[head] = 1
+        if not 0 < len(heads) < scores.size:
+            raise QueryError(
+                f"export duo: --threshold {threshold}: {len(heads)} of {scores.size} KV heads of "
+                f"run {source.run_id} reach it, which is no choice; the highest is "
+                f"L{highest[0]}KV{highest[1]} with {scores[highest]:.3g}, the lowest has "
+                f"{scores.min():.3g}"
+            )
+        scores = parted(scores, heads)
+        kept = float(min(scores[head] for head in heads))
+        same = sparsity_of(scores.size - len(heads), scores.size)
+        facts = {
+            "retrieval_kv_heads": sorted(heads),
+            "threshold": float(f"{kept:.9g}"),
+            "sparsity": same,
+        }
+        notes.append(
+            f"{len(heads)} of {scores.size} KV heads retrieve: those with {kept:.6g} or more; "
+            f"tell DuoAttention or kvpress a sparsity of {same:g}"
+        )
     by_chance = ", ".join(
         "{}-{}".format(*head) for head, q in choice.items.items() if q > LARGEST_Q
     )
     text = io.StringIO()
     # float32 has no more than nine digits.
     np.savetxt(text, scores, fmt="%.9g", delimiter="\t")
-    config = {"sink_size": sink, "recent_size": recent}
+    if by_chance:
+        notes.append(f"may be kept whole by chance (layer-KV head): {by_chance}")
     return Exported(
         stability=choice.stability,
         files={
             "full_attention_heads.tsv": text.getvalue().encode(),
-            "config.json": source.json_file(config, indent=1, choice=choice),
+            "config.json": source.json_file(config, indent=1, choice=choice, facts=facts),
         },
-        notes=(f"may be kept whole by chance (layer-KV head): {by_chance}",) if by_chance else (),
+        notes=tuple(notes),
         cut=CacheCut(heads=heads, sink=sink, recent=recent, is_ranking=is_ranking),
     )
+
+
+def parted(scores: np.ndarray, heads: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The same scores, but so far apart at the border of the chosen heads that readers find it.
+
+    >>> parted(np.array([[0.5, 0.5], [0.25, 1]]), [(0, 0), (1, 1)]).tolist()
+    [[0.500002, 0.5], [0.25, 1.0]]
+    """
+    is_chosen = np.zeros(scores.shape, bool)
+    is_chosen[tuple(np.transpose(heads))] = True
+    highest_other = min(float(scores[~is_chosen].max()), 1 - TIE_BREAK)
+    lifted = np.maximum(scores, highest_other + TIE_BREAK)
+    return np.where(is_chosen, lifted, np.minimum(scores, highest_other))
 
 
 def kv_scores(
@@ -183,12 +269,6 @@ def scores_by_head(
         p = p_above(distant.means, distant.errors, distant.effective_documents, margin)
         return distant.means, q_of(p)
     block = block_length(source)
-    if recent >= block:
-        raise QueryError(
-            f"export duo: --recent {recent}: run {source.run_id} repeats a block of {block} "
-            f"tokens, which streaming heads would see whole; expected less than {block}, or "
-            "longer sequences"
-        )
     # The copy and its successor are two keys, so their attention adds up.
     to_copies = source.scores("duplicate_score", "induction_score", margin=margin)
     assert source.baseline is not None
@@ -212,6 +292,9 @@ def scores_by_head(
 
 def block_length(source: ExportSource) -> int:
     """Tokens in the block that a sequence repeats."""
-    length = source.run["n_ctx"] - source.run["bos"]
-    # The default of the family `repeated_random`.
-    return source.input_options.get("period") or (length + 1) // 2
+    return length_of_block(source.run["n_ctx"], source.run["bos"], source.input_options)
+
+
+def length_of_block(n_ctx: int, bos: bool, input_options: Mapping[str, Any]) -> int:
+    """The same of any sequence of the family `repeated_random`, with its default."""
+    return input_options.get("period") or (n_ctx - bos + 1) // 2

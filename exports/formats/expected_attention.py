@@ -2,11 +2,21 @@
 
 import numpy as np
 
-from headcount.exports.formats.head_profiles import input_notes, moments_of_heads
+from headcount.exports.formats.head_profiles import input_name, input_notes, moments_of_heads
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.query_moments import FIRST_TOKENS
+
+
+def problem_of_length(n_ctx: int) -> str | None:
+    """Why sequences are too short. None if they are not."""
+    if n_ctx > FIRST_TOKENS:
+        return None
+    return (
+        f"n_ctx is {n_ctx}; expected more than the {FIRST_TOKENS} first tokens, which this format "
+        "leaves out"
+    )
 
 
 @export_format(
@@ -22,7 +32,10 @@ from safetensors.numpy import load_file
 moments = load_file("exp_att_stats_my-model/model.safetensors")
 print(moments["query_mean"].shape, moments["query_cov"].shape)
 """,
-    needs=Needs(profiles=("query_mean", "query_second_moment")),
+    needs=Needs(profiles=("query_mean", "query_second_moment"), about_text=True),
+    refusal=lambda setting, _: problem_of_length(setting.n_ctx),
+    file_patterns=("model.safetensors", "config.json"),
+    libraries=("safetensors",),
 )
 def expected_attention(source: ExportSource) -> Exported:
     """What queries to come are like, so that a cache can keep the keys that they will look at.
@@ -35,12 +48,9 @@ def expected_attention(source: ExportSource) -> Exported:
     times its spread, three of the seven digits of the covariance remain.
     """
     run = source.run
+    if (problem := problem_of_length(run["n_ctx"])) is not None:
+        raise QueryError(f"run {source.run_id}: {problem}")
     queries_of_sequence = run["n_ctx"] - FIRST_TOKENS
-    if queries_of_sequence < 1:
-        raise QueryError(
-            f"run {source.run_id}: n_ctx is {run['n_ctx']}; expected more than the {FIRST_TOKENS} "
-            "first tokens, which this format leaves out"
-        )
     mean, second_moment = moments_of_heads(source, "query")
     queries = run["sequences_done"] * queries_of_sequence
     # Cov(x, y) = E[xy] - E[x] E[y]. kvpress divides by the number of queries less 1.
@@ -52,7 +62,7 @@ def expected_attention(source: ExportSource) -> Exported:
         "num_layers": run["n_layers"],
         "num_heads": run["n_heads"],
         "head_dim": run["d_head"],
-        "dataset_name": run["input_family"],
+        "dataset_name": input_name(source),
         "model_name": source.model_name,
         "num_samples": run["sequences_done"],
         "sample_seq_len": run["n_ctx"],

@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from headcount.exports.formats.head_profiles import input_notes
-from headcount.exports.registry import Exported, Needs, Part, export_format
+from headcount.exports.registry import Exported, Needs, Options, Part, Setting, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import reason
@@ -20,10 +20,11 @@ LARGEST_E4M3 = 448.0  # the largest number of the format float8_e4m3fn
 STATISTICS = {"q": "query_absmax", "k": "key_absmax", "v": "value_absmax"}
 """The statistic that each scale is made of."""
 
-ABSMAX = Needs(statistics=tuple(STATISTICS.values()))
+ABSMAX = Needs(statistics=tuple(STATISTICS.values()), about_text=True)
 
 SCALES = "kv_scales.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+RENAMED = "model-00001-of-00001.safetensors"  # the only file of weights, beside that of scales
 
 UNQUANTISED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -33,6 +34,77 @@ UNQUANTISED: dict[str, Any] = {
     "ignore": [],
 }
 """A model in which compressed-tensors quantised no weights. vLLM wants `config_groups`."""
+
+
+def problem_of_prefix(prefix: str) -> str | None:
+    """Why a name cannot be that of the attention modules. None if it can."""
+    if "{layer}" in prefix:
+        return None
+    return f"--prefix: expected a name with {{layer}} in it, got {prefix!r}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that can take scales."""
+
+    directory: Path
+    config: dict[str, Any]  # its config.json
+    index: dict[str, Any]  # which of its files holds which tensor
+    prefix: str  # name of the attention module of a layer
+
+
+def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
+    """The checkpoint that gets the scales. It is an error if it cannot take them."""
+    # Imported here: a run's other exports do without its model.
+    from headcount.workers.model.files.model_info import find_model
+
+    model = options["checkpoint"]
+    directory = find_model(model or setting.model, None if model else setting.revision)
+    if not isinstance(setting.destination, Path):
+        raise QueryError(f"{setting.destination}: expected a folder of this disk, to link weights")
+    if setting.destination.resolve() == directory.resolve():
+        raise QueryError(f"{directory}: is the checkpoint itself; expected another folder")
+    config, index = _config(directory), _index(directory)
+    text = config.get("text_config", config)
+    expected = {
+        "num_attention_heads": setting.n_heads,
+        "num_key_value_heads": setting.n_kv_heads or setting.n_heads,
+    }
+    run = setting.directory
+    subject = "that is measured" if run is None else run.name.replace("run_id=", "as in run ")
+    for name, heads in expected.items():
+        # Models without groups have no number of KV heads, or call it otherwise.
+        if text.get(name, heads) != heads:
+            raise QueryError(
+                f"{directory}/config.json: {name} is {text[name]}, expected {heads} {subject}; "
+                "--checkpoint names the directory of the model that was measured"
+            )
+    layers = sorted(setting.attention_layers)
+    prefix = _attention_module(directory, index["weight_map"], layers, options["prefix"])
+    names = {f"{_owner(prefix).replace('{layer}', str(layers[0]))}.{each}_scale" for each in "qkv"}
+    if already := sorted(names & index["weight_map"].keys()):
+        raise QueryError(f"{directory}: has scales already, such as {already[0]}; expected none")
+    return Checkpoint(directory, config, index, prefix)
+
+
+def refusal_of_checkpoint(setting: Setting, options: Options) -> str | None:
+    """What is there must be an export of this checkpoint."""
+    directory = checkpoint_of(setting, options).directory
+    folder = setting.destination
+    own = {path.name for path in directory.iterdir()} | {"config.json", INDEX, SCALES, RENAMED}
+    for path in sorted(folder.iterdir()) if isinstance(folder, Path) and folder.is_dir() else ():
+        if path.name not in own:
+            return f"{folder}: holds {path.name}, which is no part of this export; choose another"
+    return None
+
+
+def _owner(prefix: str) -> str:
+    """The module that owns the scales: vLLM's own layer, which lies in the attention as `attn`.
+
+    vLLM adds that to their names, but not where `.attn.` is there already, as in
+    `h.0.attn.k_scale` of GPT-2.
+    """
+    return f"{prefix}.attn" if prefix.endswith(".attn") else prefix
 
 
 @export_format(
@@ -48,6 +120,8 @@ scales = load_file("kv_scales.safetensors")
 print(scales["model.layers.0.self_attn.k_scale"].ravel())  # one for each KV head
 """,
     needs=ABSMAX,
+    refusal=lambda _, options: problem_of_prefix(options["prefix"]),
+    libraries=("safetensors",),
 )
 def fp8_kv_scales(
     source: ExportSource,
@@ -66,8 +140,6 @@ def fp8_kv_scales(
       of all, for example 0.999. A rare outlier is then clipped, and all else keeps more digits.
     * `prefix`: name of the attention module of a layer in the checkpoint; `{layer}` is its number.
     """
-    if "{layer}" not in prefix:
-        raise QueryError(f"--prefix: expected a name with {{layer}} in it, got {prefix!r}")
     content = source.safetensors_file(_tensors(scales_of_heads(source, quantile), prefix))
     return Exported(files={"kv_scales": content}, notes=input_notes(source))
 
@@ -86,6 +158,8 @@ with open("my-model-fp8-kv/config.json") as file:
 print(config["compression_config"]["kv_cache_scheme"]["strategy"])
 """,
     needs=ABSMAX,
+    refusal=refusal_of_checkpoint,
+    libraries=("safetensors",),
 )
 def fp8_kv_checkpoint(
     source: ExportSource,
@@ -112,41 +186,17 @@ def fp8_kv_checkpoint(
     * `prefix`: name of the attention module of a layer in the checkpoint; `{layer}` is its number.
       By default, the only one that the checkpoint has.
     """
-    # Imported here: a run's other exports do without its model.
-    from headcount.workers.model.files.model_info import find_model
-
-    run, manifest = source.run, source.opened.manifest
-    if checkpoint is None and "model" in manifest.places:
-        checkpoint = str(Path(manifest.begun_in, run["model"]))
-    revision = None if checkpoint else manifest.identity["scan"].get("revision")
-    directory = find_model(checkpoint or run["model"], revision)
-    if not isinstance(source.destination, Path):
-        raise QueryError(f"{source.destination}: expected a folder of this disk, to link weights")
-    if source.destination.resolve() == directory.resolve():
-        raise QueryError(f"{directory}: is the checkpoint itself; expected another folder")
-    config, index = _config(directory), _index(directory)
-    text = config.get("text_config", config)
-    expected = {"num_attention_heads": run["n_heads"], "num_key_value_heads": source.kv_shape[1]}
-    for name, heads in expected.items():
-        # Models without groups have no number of KV heads, or call it otherwise.
-        if text.get(name, heads) != heads:
-            raise QueryError(
-                f"{directory}/config.json: {name} is {text[name]}, expected {heads} as in run "
-                f"{source.run_id}; --checkpoint names the directory of the model that was measured"
-            )
+    made_for = checkpoint_of(source.setting, source.options)
+    directory, config, index = made_for.directory, made_for.config, made_for.index
     scales = scales_of_heads(source, quantile)
-    prefix = _attention_module(directory, index["weight_map"], sorted(scales["k"]), prefix)
     if strategy == "tensor":
         scales = {
             letter: {layer: of_heads.max(keepdims=True) for layer, of_heads in of_layers.items()}
             for letter, of_layers in scales.items()
         }
-    # Scales belong to vLLM's own layer, which lies in the module as `attn`. vLLM adds that to their
-    # names, but not where `.attn.` is there already, as in `h.0.attn.k_scale` of GPT-2.
-    owner = f"{prefix}.attn" if prefix.endswith(".attn") else prefix
-    tensors = _tensors(scales, owner, shape=(-1, 1, 1) if strategy == "attn_head" else (1,))
-    if already := sorted(tensors.keys() & index["weight_map"].keys()):
-        raise QueryError(f"{directory}: has scales already, such as {already[0]}; expected none")
+    tensors = _tensors(
+        scales, _owner(made_for.prefix), shape=(-1, 1, 1) if strategy == "attn_head" else (1,)
+    )
     key = "quantization_config" if config.get("quantization_config") else "compression_config"
     scheme: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
     scheme |= {"dynamic": False, "symmetric": True}
@@ -154,9 +204,8 @@ def fp8_kv_checkpoint(
     # With a file of the default name beside it, transformers would not look into the index.
     weights = {path.name: path for path in directory.iterdir() if path.is_file()}
     if WEIGHTS in weights and not (directory / INDEX).is_file():
-        renamed = "model-00001-of-00001.safetensors"
-        weights[renamed] = weights.pop(WEIGHTS)
-        index["weight_map"] = dict.fromkeys(index["weight_map"], renamed)
+        weights[RENAMED] = weights.pop(WEIGHTS)
+        index["weight_map"] = dict.fromkeys(index["weight_map"], RENAMED)
     index["weight_map"] |= dict.fromkeys(tensors, SCALES)
     if "total_size" in index["metadata"]:
         index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
@@ -168,7 +217,9 @@ def fp8_kv_checkpoint(
         INDEX: json.dumps(index, indent=2).encode(),
         SCALES: source.safetensors_file(tensors),
     }
-    return Exported(files=files, notes=(f"attention modules: {prefix}", *input_notes(source)))
+    return Exported(
+        files=files, notes=(f"attention modules: {made_for.prefix}", *input_notes(source))
+    )
 
 
 def _config(directory: Path) -> dict[str, Any]:

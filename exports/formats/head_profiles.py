@@ -1,10 +1,15 @@
 """Profiles of every query head as arrays, over all sequences of a run."""
 
+from pathlib import Path
+
 import numpy as np
 
+from headcount.exports.registry import BUNDLED_TEXT
 from headcount.exports.source import MOST_PARTS, ExportSource
 from headcount.queries.sql_text import text_literal
+from headcount.schemas.errors import counted
 
+BUNDLED_FILE = BUNDLED_TEXT["files"]
 TEXTS_AS_THEY_ARE = ("pile", "csv_texts", "text")  # not permuted, repeated or made up
 
 
@@ -71,9 +76,24 @@ def moments_of_heads(source: ExportSource, queries: str) -> tuple[np.ndarray, np
     return mean, second_moment
 
 
+def input_name(source: ExportSource) -> str:
+    """What a run was measured on, in words."""
+    run, files = source.run, source.input_options.get("files")
+    names = [files] if isinstance(files, str) else files or []
+    # No export says where files lie.
+    named = ", ".join(name if name == BUNDLED_FILE else Path(name).name for name in names)
+    of_what = f"{run['input_family']} {named}".strip()
+    return f"{of_what}, {counted(run['sequences_done'], 'sequence')} of {run['n_ctx']:,} tokens"
+
+
 def input_notes(source: ExportSource) -> tuple[str, ...]:
     """What a user should know of the input that queries, keys or values were measured on."""
     family = source.run["input_family"]
+    if source.input_options.get("files") in (BUNDLED_FILE, [BUNDLED_FILE]):
+        return (
+            f"measured on {input_name(source)}: it stands for text of all kinds; measure the text "
+            "that the model will read, --set input.files=FILES",
+        )
     if family in TEXTS_AS_THEY_ARE:
         return ()
     return (

@@ -2,12 +2,13 @@
 
 from typing import Literal
 
+from headcount.exports.formats.duo import problem_of_window
 from headcount.exports.formats.retrieval_heads import (
     NEEDLE_FAMILIES,
     exported_scores,
     scores_of_sequences,
 )
-from headcount.exports.registry import Exported, Needs, export_format
+from headcount.exports.registry import Exported, Needs, Options, Setting, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.scans.values import Count, Index
@@ -20,6 +21,13 @@ def needs_of_headkv(score: str, sink: int, recent: int) -> Needs:
     if score == "effect":
         return Needs(statistics=(f"effect_window({sink},{recent})",), calibrated=True)
     return Needs(statistics=(MASS,), families=NEEDLE_FAMILIES)
+
+
+def refusal_of_headkv(setting: Setting, options: Options) -> str | None:
+    """A window that hides nothing has no effect."""
+    if options["score"] != "effect":
+        return None
+    return problem_of_window(setting.n_ctx, options["sink"], options["recent"])
 
 
 @export_format(
@@ -36,6 +44,8 @@ with open("head_score/my-model_retrieval_heads.json") as file:
 print(max(scores, key=lambda head: sum(scores[head])))  # "layer-head"
 """,
     needs=needs_of_headkv,
+    refusal=refusal_of_headkv,
+    least_documents=2,
 )
 def headkv(
     source: ExportSource,

@@ -35,6 +35,8 @@ heads = StaticTable.from_metadata("tables/my-run/heads")
 print(heads.scan(row_filter="intervention = 'none' and layer = 1").to_arrow().num_rows)
 """,
     needs=Needs(every_head=False),
+    file_patterns=("heads/metadata/*", "sequences/metadata/*"),
+    libraries=("pyiceberg",),
 )
 def iceberg(source: ExportSource) -> Exported:
     """Tables `heads` and `sequences` in Iceberg's format, each with one snapshot of a finished run.
@@ -44,12 +46,9 @@ def iceberg(source: ExportSource) -> Exported:
     the run, and the tables point at nothing. The columns `run_id` and `intervention` are not in the
     files. They are partitions of the table, from which readers take their values.
     """
-    try:
-        from headcount.exports.held_files import HeldFiles
-    except ModuleNotFoundError as error:
-        raise QueryError(
-            f"export iceberg needs {error.name}, which is not installed: pip install -e '.[export]'"
-        ) from None
+    # Imported here: the library is installed for this format alone.
+    from headcount.exports.held_files import HeldFiles
+
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
     files: dict[str, bytes] = {}

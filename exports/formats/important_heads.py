@@ -33,6 +33,7 @@ print(config["params"]["important_heads"])  # [layer, head], the highest first
     needs=lambda score: (
         Needs(statistics=("effect_mean",), calibrated=True) if score == "effect" else PASSAGES
     ),
+    least_documents=2,
 )
 def important_heads(
     source: ExportSource,

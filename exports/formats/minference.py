@@ -4,10 +4,15 @@ import json
 
 import numpy as np
 
-from headcount.exports.certainty import half_of, stability_of
-from headcount.exports.formats.head_profiles import profile_of_shards
+from headcount.exports.certainty import FEWEST_PARTS, Stability, half_of, stability_of
+from headcount.exports.formats.head_profiles import (
+    input_name,
+    input_notes,
+    profile_of_shards,
+)
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
+from headcount.schemas.errors import counted
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES, LAST_QUERIES, SEARCH_LENGTH
 
 PROFILE = "column_diagonal_attention_by_candidate"
@@ -27,7 +32,7 @@ with open("my-model_best_pattern.json") as file:
     patterns = json.load(file)
 print(patterns[1]["0"])  # layer 1, head 0: pattern, columns, diagonals, their share
 """,
-    needs=Needs(statistics=("entropy_normalised",), profiles=(PROFILE,)),
+    needs=Needs(statistics=("entropy_normalised",), profiles=(PROFILE,), about_text=True),
 )
 def minference(source: ExportSource) -> Exported:
     """For every query head, how many columns and diagonals of the pattern hold most attention.
@@ -52,7 +57,13 @@ def minference(source: ExportSource) -> Exported:
         choices = totals[half_of(len(numbers), split, half)].sum(0).argmax(-1)
         return [(*head, int(choices[head])) for head in np.ndindex(source.shape)]
 
-    stability = stability_of(patterns_of, len(numbers), "shards")
+    documents = source.documents
+    if documents < FEWEST_PARTS:
+        # Shards of one document are not independent.
+        stability = Stability(0, 0, 0, 0, documents)
+    else:
+        of = f"shards of {counted(documents, 'document')}"
+        stability = stability_of(patterns_of, len(numbers), of)
     layers = [
         {
             str(head): ["vertical_and_slash", *CANDIDATES[candidate], float(of_head[candidate])]
@@ -61,9 +72,9 @@ def minference(source: ExportSource) -> Exported:
         for of_layer, choices in zip(shares.round(6), best, strict=True)
     ]
     n_ctx = source.run["n_ctx"]
-    notes: tuple[str, ...] = ()
+    notes = (f"measured on {input_name(source)}", *input_notes(source))
     if n_ctx < SEARCH_LENGTH / 2:
-        notes = (
+        notes += (
             f"chosen on sequences of {n_ctx:,} tokens, of which {LAST_QUERIES} queries were looked "
             f"at; the numbers are for {SEARCH_LENGTH:,}, so scan with an n_ctx near that",
         )

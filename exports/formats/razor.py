@@ -38,6 +38,11 @@ print(heads["retrieval_kv_heads"], heads["sink_size"], heads["recent_size"])
         statistics=("duplicate_score", "induction_score"),
         families=(REPEATED,),
     ),
+    streamed_keys=lambda options, n_ctx: (
+        options["sink"],
+        streamed_recent(options["recent"], options["compression"], n_ctx),
+    ),
+    least_documents=2,
 )
 def razor(
     source: ExportSource,
@@ -92,9 +97,16 @@ def razor(
         files={"razor.json": source.json_file(content, choice=choice)},
         notes=(f"{len(kv_heads)} of {math.prod(source.kv_shape)} KV heads keep the whole cache",),
         cut=CacheCut(
-            heads=kv_heads, sink=sink, recent=max(recent, source.run["n_ctx"] // compression)
+            heads=kv_heads,
+            sink=sink,
+            recent=streamed_recent(recent, compression, source.run["n_ctx"]),
         ),
     )
+
+
+def streamed_recent(recent: int, compression: int, n_ctx: int) -> int:
+    """Last keys that the other heads keep of so many."""
+    return max(recent, n_ctx // compression)
 
 
 def highest_heads(

@@ -27,6 +27,7 @@ with open("head_score/my-model.json") as file:
 print(sum(scores["1-5"]) / len(scores["1-5"]))  # layer 1, head 5
 """,
     needs=Needs(statistics=("retrieval_score",), families=NEEDLE_FAMILIES),
+    least_documents=2,
 )
 def retrieval_heads(source: ExportSource, *, only_scores: bool = False) -> Exported:
     """The retrieval scores of every head, one for each sequence with a needle (Wu et al. 2024).

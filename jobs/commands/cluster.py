@@ -411,7 +411,8 @@ def calibrate(
     run: Run,
     runs: Runs = "runs",
     heads: Annotated[
-        int, typer.Option(min=2, help="Number of heads that are drawn, equally from all layers.")
+        int,
+        typer.Option(min=2, help="Number of heads that are drawn, over the whole depth."),
     ] = DRAWN_HEADS,
     sequences: Annotated[
         int, typer.Option(min=2, help="Number of the run's sequences that they are measured on.")

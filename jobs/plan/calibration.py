@@ -1,10 +1,13 @@
 """Scans of losses under interventions beside a run, such as those that its effects estimate."""
 
 import random
-from collections.abc import Sequence
-from itertools import zip_longest
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from headcount.jobs.console import duration
+from headcount.jobs.plan.plan import Plan
+from headcount.jobs.resources import Resources
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory
@@ -13,7 +16,13 @@ from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.measured_heads import Head, MeasuredHeads
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.interventions import bind
+from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo
+
+MOST_TOKENS_OF_A_SHARD = 65_536
+"""Tokens of a shard, over all interventions: minutes of a CPU with a model of 100 million weights.
+What a stopped command has not committed is measured again.
+"""
 
 
 def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> dict[str, Any]:
@@ -29,7 +38,7 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
         if record.get(CALIBRATED)
     ]
     info, n_ctx = _info(manifest), manifest.identity["scan"]["n_ctx"]
-    drawn = drawn_heads(manifest, info, heads, draw)
+    drawn = drawn_heads(_measured_heads(manifest, info).by_layer, heads, draw)
     texts = (t.format(layer=head.layer, head=head.head) for t in templates for head in drawn)
     # A window as long as the sequences has no effect, and none to measure.
     interventions = [text for text in texts if _does_something(text, info, n_ctx)]
@@ -51,6 +60,8 @@ def scan_of_losses(
     manifest = run.manifest()
     fields = dict(manifest.identity["scan"])
     kept = min(sequences, manifest.sequences)
+    most = min(kept, fields["sequences_per_shard"])
+    in_a_shard = sequences_in_a_shard(fields["n_ctx"], 1 + len(interventions), most)
     fields |= {
         "interventions": ["none", *interventions],
         "statistics": ["sink_mass"],
@@ -62,7 +73,7 @@ def scan_of_losses(
         "layers": [_measured_heads(manifest, _info(manifest)).layers[0]],
         "heads": "all",
         "sequences": kept,
-        "sequences_per_shard": min(kept, fields["sequences_per_shard"]),
+        "sequences_per_shard": in_a_shard,
         # What has a backward pass.
         "precision": "float64" if fields.get("precision") == "float64" else "float32",
         "out": str(run.path.parent),
@@ -73,21 +84,97 @@ def scan_of_losses(
     return _set(fields)
 
 
+TIMED_TOKENS = 4096  # of the passes by whose time that of all others is told
+
+
+def sequences_in_a_shard(n_ctx: int, passes: int, most: int) -> int:
+    """Sequences of a shard, at most so many, if each takes some passes of n_ctx tokens.
+
+    >>> sequences_in_a_shard(16, 4, 16), sequences_in_a_shard(1024, 16, 16)
+    (16, 4)
+    >>> sequences_in_a_shard(1024, 200, 16)
+    1
+    """
+    return max(1, min(most, MOST_TOKENS_OF_A_SHARD // (n_ctx * passes)))
+
+
+def announce(plan: Plan, resources: Resources, tell: Callable[[str], None]) -> KnownModels | None:
+    """Say how many passes a scan of losses will take and about how long, by the time of a few.
+
+    Returns the model that was loaded for it; none if all is measured, or other processes measure.
+    """
+    shards_left = plan.manifest.shards - plan.shards_done
+    if not shards_left:
+        return None
+    sequences = min(shards_left * plan.scan.sequences_per_shard, plan.manifest.sequences)
+    passes = sequences * len(plan.scan.interventions)
+    if resources.replicas:
+        tell(words_of_passes(passes, plan.scan.n_ctx, None))
+        return None
+    # Imported here: who only draws heads needs no torch.
+    from headcount.workers.replica import Replica, resolve_device
+
+    models = KnownModels()
+    device = resolve_device(resources.device)
+    replica = Replica(plan.info, plan.scan, device, models.load)
+    tokens = plan.sequences.shard(0).tokens
+    in_batch = max(1, min(len(tokens), TIMED_TOKENS // plan.scan.n_ctx))
+    seconds = seconds_of(lambda count: replica.measure(tokens[:count]), in_batch)
+    tell(words_of_passes(passes, plan.scan.n_ctx, seconds))
+    return models
+
+
+def seconds_of(run: Callable[[int], object], sequences: int) -> float:
+    """How long a sequence takes if so many are run at a time, after one that warms up."""
+    run(1)
+    began = time.perf_counter()
+    run(sequences)
+    return (time.perf_counter() - began) / sequences
+
+
+def words_of_passes(passes: int, n_ctx: int, seconds: float | None) -> str:
+    """How many passes there will be, how long they take, and that they may be stopped."""
+    line = f"{passes:,} passes of {n_ctx:,} tokens"
+    if seconds is not None:
+        line += f", about {duration(passes * seconds)} by the time of the first"
+    return f"{line}; after Ctrl-C the same command goes on where it was"
+
+
 def _set(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields that have a value: TOML knows no other."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def drawn_heads(manifest: Manifest, info: ModelInfo, count: int, draw: int) -> list[Head]:
-    """Heads of a run, as many of each layer as of the others, but for one."""
-    measured = _measured_heads(manifest, info)
+def drawn_heads(by_layer: Mapping[int, Sequence[int]], count: int, draw: int) -> list[Head]:
+    """Heads of a run, drawn at random in layers that are spread evenly over the whole depth.
+
+    Every layer gives as many as the others, but for one. If there are fewer heads than layers, the
+    first and the last layer are among those that give one.
+    """
     generator = random.Random(draw)
-    shuffled = [
-        generator.sample([Head(layer, head) for head in of_layer], len(of_layer))
-        for layer, of_layer in sorted(measured.by_layer.items())
-    ]
-    turns = (head for turn in zip_longest(*shuffled) for head in turn if head is not None)
-    return sorted([head for head, _ in zip(turns, range(count), strict=False)])
+    shuffled = {
+        layer: generator.sample([Head(layer, head) for head in of_layer], len(of_layer))
+        for layer, of_layer in sorted(by_layer.items())
+    }
+    drawn: list[Head] = []
+    while len(drawn) < count and (layers := [layer for layer in shuffled if shuffled[layer]]):
+        chosen_layers = spread_evenly(layers, count - len(drawn))
+        drawn += [shuffled[layer].pop() for layer in chosen_layers]
+    return sorted(drawn)
+
+
+def spread_evenly(items: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the items, from the first to the last at equal distances.
+
+    >>> spread_evenly(range(30), 6), spread_evenly(range(5), 1), spread_evenly([3, 5], 9)
+    ([0, 6, 12, 17, 23, 29], [2], [3, 5])
+    """
+    if count >= len(items):
+        return list(items)
+    if count == 1:
+        return [items[len(items) // 2]]
+    # Distances are at least 1, so no item comes twice.
+    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
 
 
 def _measured_heads(manifest: Manifest, info: ModelInfo) -> MeasuredHeads:

@@ -68,26 +68,31 @@ def effects_answer(
     for row in sorted(found.get("effects", []), key=lambda row: row["statistic"]):
         name = row["statistic"]
         if name in statistics:
-            lines = [trust(run_id, calibration, name, at) for at in (None, *range(layers))]
+            lines = [trust(run_id, calibration, name, at, layers) for at in (None, *range(layers))]
             effects.append({**row, "trust": lines, "pairs": pairs.get(name, [])})
     return {"effects": effects, "parts": found.get("parts", [])}
 
 
 def trust(
-    run_id: str, calibration: Iterable[Record], statistic: str, layer: int | None = None
+    run_id: str,
+    calibration: Iterable[Record],
+    statistic: str,
+    layer: int | None = None,
+    layers: int | None = None,
 ) -> str:
-    """How far an effect can be trusted, in words: in the layer, or over all layers if less than
-    three of its heads were measured. `calibration` are rows of `effect_calibration`.
+    """How far an effect can be trusted, in words: in the layer, or over all that were drawn if less
+    than three of its heads were measured. `calibration` are rows of `effect_calibration`, `layers`
+    those of the model.
     """
-    compared = {
-        row["layer"]: row
-        for row in calibration
-        if row["statistic"] == statistic and row["spearman"] is not None
-    }
+    measured = {row["layer"]: row for row in calibration if row["statistic"] == statistic}
+    compared = {at: row for at, row in measured.items() if row["spearman"] is not None}
     row = compared.get(layer, compared.get(None))
     if row is None:
         return f"{NOT_CALIBRATED}: headcount calibrate {run_id}"
-    where = "all layers" if row["layer"] is None else f"layer {row['layer']}"
+    where = f"layer {row['layer']}"
+    if row["layer"] is None:
+        drawn = len(measured.keys() - {None})
+        where = "all layers" if layers in (drawn, None) else f"{drawn} of the {layers} layers"
     spearman, slope = (number(float(f"{row[name]:.2g}")) for name in ("spearman", "slope"))
     return (
         f"Spearman {spearman}, slope {slope} "

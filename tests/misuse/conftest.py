@@ -65,8 +65,6 @@ def loaded_model(model: Path) -> Any:
 def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Commands leave this process as it was."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    # Some hide pandas from themselves.
-    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
     # Each that fails would have this process killed if its end takes long.
     monkeypatch.setattr(endings, "_exit_for_sure", sys.exit)
     with kept_endings():

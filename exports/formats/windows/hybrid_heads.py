@@ -3,7 +3,7 @@
 import math
 
 from headcount.exports.formats.windows.swa_layers import needs_of_windows
-from headcount.exports.formats.windows.window_choice import choose_windows
+from headcount.exports.formats.windows.window_choice import choose_windows, problem_of_windows
 from headcount.exports.registry import Exported, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.scans.values import Count, Index
@@ -24,6 +24,10 @@ print(content["sliding_window_heads"], content["window"], content["joint"]["delt
 """,
     measures=True,
     needs=needs_of_windows,
+    refusal=lambda setting, options: problem_of_windows(
+        setting, options, setting.n_kv_heads or setting.n_heads, "--heads"
+    ),
+    streamed_keys=lambda options, _: (options["sink"], options["window"]),
 )
 def hybrid_heads(
     source: ExportSource,

@@ -1,7 +1,7 @@
 """The format `swa-layers`: layers that can get a sliding window."""
 
 from headcount.exports.confirmation import layer_types_problem
-from headcount.exports.formats.windows.window_choice import choose_windows
+from headcount.exports.formats.windows.window_choice import choose_windows, problem_of_windows
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.scans.values import Count, Index
@@ -27,6 +27,8 @@ print(content["sliding_window_layers"], content["window"], content["joint"]["del
 """,
     measures=True,
     needs=needs_of_windows,
+    refusal=lambda setting, options: problem_of_windows(setting, options, 1, "--layers"),
+    streamed_keys=lambda options, _: (options["sink"], options["window"]),
 )
 def swa_layers(
     source: ExportSource,
@@ -41,9 +43,11 @@ def swa_layers(
     The file is JSON. `sliding_window_layers` are the chosen layers. `layers` are the candidates:
     twice as many layers, those with the smallest sum of `effect_window` over their heads. Each has
     been measured alone, in a run NAME-confirmation beside the first: `delta_nll` is the rise of the
-    loss in nats per token, beside its first-order `estimate`. `joint` is the rise if all chosen
-    layers have the window, and the sum of their single rises. Half of the documents choose; all
-    these numbers are of the others. `stability` says how far the choices of halves agree.
+    loss in nats per token, beside its first-order `estimate`. Until then, the file is there with
+    the layers of the smallest estimates, and says that it is `unfinished`. `joint` is the rise if
+    all chosen layers have the window, and the sum of their single rises. Half of the documents
+    choose; all these numbers are of the others. `stability` says how far the choices of halves
+    agree.
 
     A query sees its own key and the `window` - 1 before it, as in transformers, and the first
     `sink` keys. Windows of transformers have no first keys, so only with `sink` 0 the file has
@@ -67,6 +71,12 @@ def swa_layers(
         **choice.facts,
     }
     notes = (choice.note(f"a window in layers {', '.join(map(str, chosen))}"),)
+    if choice.joint is None:
+        return Exported(
+            files={"swa-layers.json": source.json_file(content)},
+            notes=notes,
+            cut=choice.cut(source, sink, window),
+        )
     # A config can only say what transformers can do: no first keys, all heads of a layer alike.
     problem = "a window there keeps no first keys, expected --sink 0" if sink else None
     problem = problem or layer_types_problem(source)

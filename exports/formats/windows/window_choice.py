@@ -10,13 +10,16 @@ because it looks good in some documents looks better there than it is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from headcount.exports.certainty import DocumentSums, Stability, half_of, stability_of
-from headcount.exports.confirmation import changes_of_loss, documents_of
-from headcount.exports.registry import CacheCut
-from headcount.exports.source import ExportSource, column_of
+from headcount.exports.confirmation import FEWEST_DOCUMENTS, changes_of_loss, documents_of
+from headcount.exports.formats.duo import problem_of_window
+from headcount.exports.registry import CacheCut, Options, Setting
+from headcount.exports.source import CONFIRMATION, ExportSource, column_of
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.scans.head_groups import LayerGroup, groups_text
@@ -30,22 +33,27 @@ class WindowChoice:
     chosen: list[LayerGroup]  # in order
     groups: int  # groups in a layer
     measured: dict[LayerGroup, dict[str, object]]  # what each measured group costs alone, in order
-    joint: dict[str, object]  # what all chosen groups cost together, and the sum of what each costs
-    stability: Stability
-    run_ids: list[str]  # the runs that measured it
+    joint: dict[str, Any] | None = None
+    """What all chosen groups cost together, and the sum of what each costs; None as long as they
+    are chosen by estimates alone.
+    """
+    stability: Stability | None = None
+    run_ids: Sequence[str] = ()  # the runs that measured it
 
     @property
     def facts(self) -> dict[str, object]:
         """What is the same in every file."""
         return {
             "joint": self.joint,
-            "stability": self.stability.facts,
-            "confirmation": self.run_ids,
+            "stability": self.stability and self.stability.facts,
+            "confirmation": [*self.run_ids],
         }
 
     def note(self, words: str) -> str:
         """What it costs. `words` say what gets a window."""
         joint = self.joint
+        if joint is None:
+            return f"{words}, by estimates that nothing has confirmed yet"
         return (
             f"{words} changes the loss by {joint['delta_nll']:+.4g} ± "
             f"{joint['standard_error']:.2g} nats per token; one by one, they add up to "
@@ -62,6 +70,45 @@ class WindowChoice:
             if (layer, head * self.groups // n_kv_heads) not in self.chosen
         ]
         return CacheCut(heads=heads, sink=sink, recent=window)
+
+
+def problem_of_windows(setting: Setting, options: Options, groups: int, flag: str) -> str | None:
+    """Why no groups of heads could be chosen, of which a layer has so many. None if they could."""
+    sink, window = options["sink"], options["window"]
+    if (problem := problem_of_window(setting.n_ctx, sink, window, "--window")) is not None:
+        return problem
+    documents = options["sequences"]
+    if setting.sequences is not None:
+        documents = min(documents, setting.sequences)
+    if documents < FEWEST_DOCUMENTS:
+        return (
+            f"{counted(documents, 'sequence')} measured: expected {FEWEST_DOCUMENTS} documents or "
+            "more, so that half of them choose and the others report; raise --sequences, or "
+            "measure more"
+        )
+    candidates = groups * len(setting.attention_layers)
+    count = options[flag.strip("-")] or max(1, candidates // 2)
+    if count > candidates:
+        return (
+            f"{flag} {count}: expected 1 to {candidates}, as many as {Path(setting.model).name} has"
+        )
+    # Twice as many are candidates, in as few layers as hold them.
+    layers = -(-min(2 * count, candidates) // groups)
+    text = _intervention(sink, window, groups, [(layer, groups - 1) for layer in range(layers)])
+    if len(text) > LONGEST_INTERVENTION:
+        return _problem_of_length(flag, count, text)
+    return None
+
+
+def _intervention(sink: int, window: int, groups: int, members: Sequence[LayerGroup]) -> str:
+    return f"stream_groups({sink},{window},{groups},{groups_text(groups, members)})"
+
+
+def _problem_of_length(flag: str, count: int, text: str) -> str:
+    return (
+        f"{flag} {count}: an intervention on that many takes {len(text)} characters, expected at "
+        f"most {LONGEST_INTERVENTION}; ask for fewer"
+    )
 
 
 def choose_windows(
@@ -90,26 +137,42 @@ def choose_windows(
         )
 
     def text_of(chosen: Sequence[int]) -> str:
-        members = groups_text(groups, [candidates[index] for index in chosen])
-        text = f"stream_groups({sink},{window},{groups},{members})"
+        text = _intervention(sink, window, groups, [candidates[index] for index in chosen])
         if len(text) > LONGEST_INTERVENTION:
-            raise QueryError(
-                f"export {source.format.name}: {flag} {count}: an intervention on that many takes "
-                f"{len(text)} characters, expected at most {LONGEST_INTERVENTION}; ask for fewer"
-            )
+            problem = _problem_of_length(flag, count, text)
+            raise QueryError(f"export {source.format.name}: {problem}")
         return text
 
     parts = int(documents.max()) + 1
     chooses = half_of(parts, 0, 0)[documents]
-    tried = sorted(best_by_estimate(estimates[:, chooses], count))
+    by_estimate = best_by_estimate(estimates[:, chooses], count)
+    tried = sorted(by_estimate)
     text_of(tried)  # Before anything is paid for.
+    reports = ~chooses
+    if source.awaits is not None and CONFIRMATION in source.awaits:
+        chosen = sorted(by_estimate[:count])
+        return WindowChoice(
+            chosen=[candidates[index] for index in chosen],
+            groups=groups,
+            measured={
+                candidates[index]: {
+                    "estimate": float(estimates[index, reports].mean()),
+                    "chosen": index in chosen,
+                }
+                for index in tried
+            },
+        )
     changes = np.full(estimates.shape, np.nan)
     changes[tried], first_run = changes_of_loss(
-        source, [text_of([index]) for index in tried], len(documents)
+        source,
+        [text_of([index]) for index in tried],
+        len(documents),
+        f"{len(tried)} candidates, one by one",
     )
     chosen = least_costly(estimates[:, chooses], changes[:, chooses], count)
-    (together,), second_run = changes_of_loss(source, [text_of(chosen)], len(documents))
-    reports = ~chooses
+    (together,), second_run = changes_of_loss(
+        source, [text_of(chosen)], len(documents), f"the {len(chosen)} that are chosen, together"
+    )
     measured = {
         candidates[index]: {
             "estimate": float(estimates[index, reports].mean()),

@@ -1,0 +1,230 @@
+"""One export, from what a user asks for to the file that is written.
+
+Torch takes seconds to import, so what needs it is imported inside the functions that do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from headcount.exports.confirmation import STEPS_OF_A_CHECK, Steps, checked, facts_of_trial
+from headcount.exports.destination import facts_of, is_begun, write_export
+from headcount.exports.refusals import check_setting, scan_for, setting_of_scan
+from headcount.exports.registry import CacheCut, Exported, ExportFormat, Needs, Options, Setting
+from headcount.exports.source import CALIBRATION, CHECK, CONFIRMATION, ExportSource, choose_run
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.commands.query import tell_user, warn_of_damage
+from headcount.schemas.errors import QueryError
+from headcount.schemas.files.places import Place, absolute
+from headcount.schemas.files.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from headcount.workers.head_check import HeadTrial
+
+Device = Literal["auto", "cpu", "cuda"]
+
+DEFAULT_SEQUENCES = 64  # of each task of a check
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What a user wants to have exported."""
+
+    export: ExportFormat
+    options: Options
+    destination: Place
+    replace: bool
+    model: str | None  # the model whose scan comes first; None: the runs are there
+    check_sequences: int | None  # None: there is no check
+    device: Device
+    code: str | None
+    run_ids: list[str]
+
+    def made(self, runs: str | None, overrides: list[str]) -> tuple[Exported, ExportSource, int]:
+        """Measure and write it: what was made, of what, and its size in bytes."""
+
+        needs = self.export.needs(self.options)
+        calibrates = needs.calibrated and self.model is not None
+        total = 2 * self.export.measures + calibrates
+        if self.model is not None:
+            total += 1 + (needs.baseline is not None)
+        if self.check_sequences is not None:
+            # A file of scores leaves the number of heads open, and the check looks for it.
+            total += STEPS_OF_A_CHECK + self.export.is_ranking(self.options)
+        steps = Steps(total)
+        baseline = None
+        run_ids = self.run_ids
+        if self.model is not None:
+            fields = {"model": self.model, "out": runs or "runs"}
+            runs, baseline = self._measured(needs, fields, overrides, steps)
+        directory = RunDirectory(absolute(str(runs)))
+        # A calibration lies beside its run.
+        if needs.calibrated and directory.path.name.startswith("run_id="):
+            runs, run_ids = str(directory.path.parent), [directory.run_id]
+        source = self._chosen(str(runs), run_ids, baseline, steps)
+        check_setting(self.export, self.options, source.setting)
+        return self._confirmed(source, str(runs), steps, calibrates)
+
+    def _chosen(
+        self, runs: str, run_ids: list[str], baseline: RunDatabase | None, steps: Steps
+    ) -> ExportSource:
+
+        source = choose_run(
+            _opened(runs, self.code), self.export, self.options, self.destination, run_ids, baseline
+        )
+        return dataclasses.replace(source, device=self.device, begin=steps.begin)
+
+    def _confirmed(
+        self, source: ExportSource, runs: str, steps: Steps, calibrates: bool
+    ) -> tuple[Exported, ExportSource, int]:
+        """Write the list, then measure what confirms it, and write that into the file."""
+
+        awaited = [CALIBRATION] * calibrates + [CONFIRMATION] * self.export.measures
+        awaited += [CHECK] * (self.check_sequences is not None)
+
+        def written(source: ExportSource) -> tuple[Exported, int]:
+            exported = self.export.function(source, **self.options)
+            return exported, write_export(self.export, self.destination, exported.files)
+
+        before = self._facts_of_before(source)
+        first = dataclasses.replace(source, awaits=", ".join(awaited) or None)
+        trial = None
+        if self.check_sequences is not None:
+            # Before anything is written: the model may not be there.
+            exported = self.export.function(first, **self.options)
+            trial = self._trial(source, exported.cut)
+            known = _known_answers(trial, before)
+            trial.known.update(known)
+            first = dataclasses.replace(first, check=before.get("check") if known else None)
+        exported, size = written(first)
+        if awaited:
+            tell_user(f"{self.destination}: written; it awaits: {first.awaits}")
+        if calibrates:
+            self._calibrate(source, steps)
+            baseline = source.baseline and source.baseline.database
+            source = self._chosen(runs, [source.run_id], baseline, steps)
+        if self.export.measures or calibrates:
+            awaits = None if trial is None else CHECK
+            source = dataclasses.replace(source, check=first.check)
+            exported, size = written(dataclasses.replace(source, awaits=awaits))
+        if trial is not None:
+            assert exported.cut is not None
+
+            def save(check: Mapping[str, Any]) -> None:
+                written(dataclasses.replace(source, awaits=CHECK, check=check))
+
+            check = first.check
+            if check is None or "verdict" not in check or self.export.measures:
+                check = checked(trial, exported.cut, steps.begin, save)
+            source = dataclasses.replace(source, check=check)
+            exported, size = written(source)
+        return exported, source, size
+
+    def _facts_of_before(self, source: ExportSource) -> dict[str, Any]:
+        """What the file that is there says of itself, if it is this export of this run."""
+
+        facts = facts_of(self.export, self.destination)
+        of_this = facts.get("run_id") == source.run_id
+        if is_begun(self.export, self.destination, self.options) and not (of_this or self.replace):
+            raise QueryError(
+                f"{self.destination}: is there already, of run {facts.get('run_id')}; choose "
+                "another name, or say --replace"
+            )
+        return facts if of_this and facts.get("options") == dict(self.options) else {}
+
+    def _trial(self, source: ExportSource, cut: CacheCut | None) -> HeadTrial:
+        """The model whose cache will be cut as the file says."""
+        from headcount.workers.head_check import HeadTrial
+        from headcount.workers.process import prepare_process
+
+        assert cut is not None
+        assert self.check_sequences is not None
+        prepare_process()
+        # On the model where it lies now, which may have moved since the run.
+        return HeadTrial(
+            self.model or source.run["model"],
+            cut.sink,
+            cut.recent,
+            n_ctx=source.run["n_ctx"],
+            sequences=self.check_sequences,
+            device=self.device,
+        )
+
+    def _measured(
+        self, needs: Needs, fields: dict[str, Any], overrides: list[str], steps: Steps
+    ) -> tuple[str, RunDatabase | None]:
+        """Measure what is needed; returns where its run lies, and the baseline's run, opened."""
+
+        name = f"export-{self.export.name}"
+        # All scans are checked before the first begins.
+        scans = {name: scan_for(needs, fields, overrides)}
+        if needs.baseline is not None:
+            scans[f"{name}-baseline"] = scan_for(needs.baseline, fields, overrides)
+        _, scan, info = scans[name]
+        setting = setting_of_scan(scan, info, self.destination)
+        check_setting(self.export, self.options, setting)
+        if self.check_sequences is not None:
+            self._check_trial(setting)
+        baseline = None
+        if needs.baseline is not None:
+            steps.begin(f"a scan of {needs.baseline.families[0]}, without what repeats")
+            other, *_ = scans[f"{name}-baseline"]
+            baseline = _opened(self._scan(f"{name}-baseline", other))
+        written, *_ = scans[name]
+        steps.begin(f"a scan of {scan.input.family}")
+        return self._scan(name, written), baseline
+
+    def _check_trial(self, setting: Setting) -> None:
+        """Refuse a check that cannot be made, before any scan."""
+        from headcount.workers.head_check import HeadTrial
+
+        assert self.export.streamed_keys is not None
+        sink, recent = self.export.streamed_keys(self.options, setting.n_ctx)
+        HeadTrial(setting.model, sink, recent, n_ctx=setting.n_ctx)
+
+    def _scan(self, name: str, fields: dict[str, Any]) -> str:
+        """Run or continue a scan; returns where its run lies."""
+        from headcount.jobs.api import run_scan
+
+        run = run_scan(
+            fields,
+            {},
+            name=name,
+            replicas=0,
+            cores=0,
+            device=self.device,
+            address=None,
+            new=False,
+            quiet=False,
+        )
+        return str(run)
+
+    def _calibrate(self, source: ExportSource, steps: Steps) -> None:
+        """Measure some of the effects that the run estimates, in a run beside it."""
+        from headcount.jobs.api import measure_losses_beside
+        from headcount.jobs.commands.cluster import DRAWN_HEADS, DRAWN_SEQUENCES
+        from headcount.jobs.plan.calibration import calibration_of
+        from headcount.jobs.resources import Resources
+
+        run = source.opened.directory
+        losses = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, draw=0)
+        steps.begin(f"calibration: the effects of {DRAWN_HEADS} heads against interventions")
+        resources = Resources(replicas=0, device=self.device)
+        measure_losses_beside(run, losses, "calibration", resources)
+
+
+def _known_answers(trial: HeadTrial, facts: Mapping[str, Any]) -> dict[str, float]:
+    """What an earlier check of the same has measured."""
+    check = facts.get("check") or {}
+    asked = {**facts_of_trial(trial), "answers": None}
+    is_same = all(check.get(name) == value for name, value in asked.items() if value is not None)
+    return check["answers"] if check and is_same else {}
+
+
+def _opened(runs: str, code: str | None = None) -> RunDatabase:
+    database = open_runs(runs, code=code, tell=tell_user)
+    warn_of_damage(database)
+    return database

@@ -1,0 +1,162 @@
+"""Every format through the installed command, in a process of its own: what another process has
+imported hides nothing here, and pandas need not be installed.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headcount.exports.registry import export_formats
+from tests import ROOT
+from tests.tools.processes import DIES_WITH_ITS_PARENT
+
+MODEL = "bundled:needle-mini"
+SIZES = ("--set", "n_ctx=48", "--set", "sequences=8")
+
+OPTIONS = {
+    "duo": ("--recent", "5"),
+    "razor": ("--recent", "5", "--compression", "12"),
+    "hybrid-heads": ("--window", "5", "--sequences", "8"),
+    "swa-layers": ("--window", "5", "--sequences", "8"),
+    "important-heads": ("--deviations", "0"),
+}
+"""Options with which short sequences will do."""
+
+CHECKED = [name for name, export in export_formats().items() if export.streamed_keys is not None]
+
+MAIN = "from headcount.command_line import main; main()"
+
+
+@pytest.fixture(scope="module")
+def without_pandas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a Python whose libraries are those that are here, but for pandas."""
+    site = tmp_path_factory.mktemp("site")
+    for directory in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(directory).iterdir():
+            if not path.name.startswith("pandas") and not (site / path.name).exists():
+                (site / path.name).symlink_to(path)
+    return {**os.environ, "PYTHONPATH": f"{site}:{ROOT}"}
+
+
+def headcount(
+    *words: str, directory: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the installed command; with an environment, a Python that has only its libraries."""
+    command = [str(Path(sys.executable).parent / "headcount")]
+    if environment is not None:
+        # Without `site`, Python reads no .pth file, and its own libraries are not there.
+        command = [sys.executable, "-S", "-c", MAIN]
+    return subprocess.run(
+        [*command, *words], cwd=directory, env=environment, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+
+
+def words_of(name: str, out: str) -> list[str]:
+    place = "runs/README.md" if name == "card" else out
+    return ["export", name, "-o", place, *OPTIONS.get(name, ())]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", export_formats())
+def test_every_format_is_made_by_the_installed_command(name: str, tmp_path: Path):
+    """From a model with what tries it out, then from the run that is there, without a model."""
+    check = ["--check", "--check-sequences", "2"] if name in CHECKED else []
+    words = words_of(name, "first")
+    # It finds passages, of which short sequences have no room for four.
+    model, sizes = "bundled:gpt2-mini", ("--set", "n_ctx=160", "--set", "sequences=8")
+    made = headcount(*words, "runs", "--model", model, *sizes, *check, directory=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert f": {name} of {model}, from run export-{name}-" in made.stdout
+    assert ("kept_whole" in made.stdout) == bool(check)
+    (run,) = (path for path in (tmp_path / "runs").glob(f"run_id=export-{name}-[0-9a-f]*")
+              if len(path.name.rpartition("-")[2]) == 8 and "-confirmation-" not in path.name
+              and "-baseline-" not in path.name)  # fmt: skip
+    again = headcount(
+        *words_of(name, "again"), "runs", "--run", run.name.removeprefix("run_id="), "--replace",
+        directory=tmp_path,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.long
+def test_no_format_needs_pandas(tmp_path: Path, without_pandas: dict[str, str]):
+    probe = [sys.executable, "-S", "-c", "import torch, transformers, pandas"]
+    missing = subprocess.run(probe, env=without_pandas, capture_output=True, text=True)
+    assert "No module named 'pandas'" in missing.stderr
+    for name in ("duo", "swa-layers", "hybrid-heads", "fp8-kv-scales", "card"):
+        made = headcount(
+            *words_of(name, name), f"runs-{name}" if name != "card" else "runs", "--model", MODEL,
+            *SIZES, directory=tmp_path, environment=without_pandas,
+        )  # fmt: skip
+        assert made.returncode == 0, (name, made.stderr)
+
+
+# A check takes long, may be stopped, and goes on
+
+
+def begun_check(directory: Path, *more: str) -> subprocess.Popen[bytes]:
+    # In ten seconds a small model is done, so a check keeps all that it has measured.
+    main = (
+        "from headcount.exports import confirmation; confirmation.SAVED_SECONDS = 0.0; "
+        "import torch; torch.set_num_threads(1); " + MAIN
+    )
+    words = [*words_of("duo", "duo"), "runs", "--model", MODEL, *SIZES, "--check", *more]
+    return subprocess.Popen(
+        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", main, *words], cwd=directory,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def facts(directory: Path) -> dict[str, object]:
+    return json.loads((directory / "duo/config.json").read_text())["headcount"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int, tmp_path: Path):
+    check = ["--check-sequences", "64"]
+    process = begun_check(tmp_path, *check)
+    deadline = time.monotonic() + 300
+    answers: dict[str, float] = {}
+    while len(answers) < 4 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+        if (tmp_path / "duo/config.json").is_file():
+            answers = facts(tmp_path).get("check", {}).get("answers", {})  # pyright: ignore
+    process.send_signal(stop)
+    _, stderr = process.communicate()
+    # The list is whole, and says that it is not confirmed.
+    assert np.loadtxt(tmp_path / "duo/full_attention_heads.tsv").shape == (3, 4)
+    stopped = facts(tmp_path)
+    assert stopped["unfinished"] == "its check; the same command goes on with it"
+    known: dict[str, float] = stopped["check"]["answers"]  # pyright: ignore
+    assert known.items() >= answers.items()
+    if stop != signal.SIGKILL:
+        assert b"stopped; the same command continues the export where it stopped" in stderr
+        assert process.returncode == 128 + stop
+    # Not all is measured, and how much it would be was said.
+    assert b"check: at most 2,584 passes of 48 tokens, about " in stderr
+    assert b"step 3 of 5: what the model can do with its whole cache" in stderr
+
+    # Another command must not replace it, and the same one needs no word more.
+    other = headcount(
+        *words_of("duo", "duo"), "--sink", "2", "runs", "--model", MODEL, *SIZES,
+        directory=tmp_path,
+    )  # fmt: skip
+    assert "is there already; choose another name, or say --replace" in other.stderr
+    process = begun_check(tmp_path, *check)
+    stdout, stderr = process.communicate(timeout=600)
+    assert process.returncode == 0, stderr
+    finished = facts(tmp_path)
+    assert "unfinished" not in finished
+    assert finished["check"]["answers"].items() >= known.items()  # pyright: ignore
+    assert finished["check"]["table"][0]["kept_whole"] == "every head"  # pyright: ignore
+    assert b"chosen heads: within" in stdout or b"chosen heads: not within" in stdout
