@@ -111,35 +111,22 @@ def query(
         typer.Option(metavar="SIZE", help="Memory that the query may take: 4GB, or 50%."),
     ] = "50%",
     code: Code = None,
-    interactive: Annotated[
-        bool,
-        typer.Option(
-            "--interactive",
-            help="Ask one query after another, with a history and completion of names.",
-        ),
-    ] = False,
 ) -> None:
     """Query the committed rows of runs, in SQL or by the name of a view."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.asking import open_runs
     from headcount.queries.ask.formats import format_of
-    from headcount.queries.ask.prompt import converse
     from headcount.queries.open.connection import check_memory, view_descriptions
 
     time_limit = timeout if 0 < timeout < float("inf") else None
     asked = read_typed(typed, file)
     answer_format = format_of(requested_format, output, vertical)
-    if interactive and asked is not None:
-        raise QueryError(f"--interactive asks for queries itself; leave out {asked!r}")
     database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
     warn_of_damage(database)
 
     models = RunModels(runs) if text else None
     answer = partial(_answer, database, limit, time_limit, models, output, vertical)
     queries = read_queries(QUERIES)
-    if interactive:
-        converse(database, queries, partial(answer, "table"), tell_user)
-        return
     if asked is None:
         # Every view with the first sentence of its description.
         for name, description in view_descriptions(database.connection).items():
