@@ -1,24 +1,34 @@
 """Asking a query: SQL or the name of a view goes in, rows come out, read once."""
 
+import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import duckdb
 import pyarrow as pa
 
 from headcount.queries.ask.mistakes import explained, query_error
-from headcount.queries.open.connection import hold_to_commits, is_of_gone_file, view_descriptions
+from headcount.queries.open.connection import (
+    hold_to_commits,
+    is_of_gone_file,
+    spill_directory,
+    view_descriptions,
+)
 from headcount.schemas.errors import QueryError, unknown
+from headcount.schemas.unending import UNENDING
 
 BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
 ATTEMPTS = 20  # how often a query is asked whose files are merged before it has read them
 
-INTERRUPTS = 300  # tries to interrupt a query, a tenth of a second apart
+INTERRUPT_SECONDS = 0.1  # between two tries to interrupt a query
+STOPPING_SECONDS = 1.0  # in which DuckDB stops after an interrupt, unless it is inside a function
 
 EXPLAIN = re.compile(r"(?:\s|--.*\n|/\*.*?\*/)*EXPLAIN(?:\s+ANALYZE)?\b", re.IGNORECASE)
 """What an EXPLAIN begins with, after spaces and comments."""
@@ -54,14 +64,13 @@ class Patience:
         threading.Thread(target=settle, daemon=True).start()
         try:
             return answer.result(self.seconds_left)
-        except (TimeoutError, KeyboardInterrupt) as error:
-            # Until the thread ends: Python cannot end while one is inside a library. An interrupt
-            # before DuckDB has begun is lost, so one is not enough.
-            for _ in range(INTERRUPTS):
-                self.cursor.interrupt()
-                if wait([answer], timeout=0.1).done:
-                    break
-            if isinstance(error, KeyboardInterrupt):
+        except BaseException as error:
+            if answer.done():
+                # The call's own error.
+                raise
+            # A timeout, Ctrl-C, or another signal that ends the command.
+            self._stop(answer)
+            if not isinstance(error, TimeoutError):
                 raise
             raise QueryError(
                 f"stopped after {self.seconds_allowed:g} s without an answer; --timeout SECONDS "
@@ -71,6 +80,30 @@ class Patience:
             if self.seconds_left is not None:
                 # Never 0: a result that is there already is still worth taking.
                 self.seconds_left = max(self.seconds_left - time.monotonic() + began, 0.001)
+
+    def _stop(self, answer: Future[Any]) -> None:
+        """Interrupt what DuckDB computes, for a while here and then on another thread.
+
+        An interrupt before DuckDB has begun is lost, so one is not enough. And DuckDB hears none
+        inside of a function, such as `repeat`.
+        """
+        give_up = time.monotonic() + STOPPING_SECONDS
+        while not self._is_stopped(answer):
+            if time.monotonic() > give_up:
+                UNENDING[answer] = partial(
+                    shutil.rmtree, spill_directory(os.getpid()), ignore_errors=True
+                )
+                answer.add_done_callback(lambda _: UNENDING.pop(answer, None))
+                threading.Thread(target=self._keep_stopping, args=[answer], daemon=True).start()
+                return
+
+    def _keep_stopping(self, answer: Future[Any]) -> None:
+        while not self._is_stopped(answer):
+            pass
+
+    def _is_stopped(self, answer: Future[Any]) -> bool:
+        self.cursor.interrupt()
+        return bool(wait([answer], INTERRUPT_SECONDS).done)
 
 
 @dataclass

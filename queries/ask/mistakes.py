@@ -15,6 +15,15 @@ PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
 MISSING_COLUMN = re.compile(r'[Cc]olumn (?:named )?"([^"]+)"')
 
 
+OUT_OF_MEMORY = (duckdb.OutOfMemoryException, MemoryError)
+"""What DuckDB, Arrow and Python raise."""
+
+NEEDS_MEMORY = (
+    "the query needs more memory than it may take, or more disk than is free for what does not "
+    "fit; --memory 8GB gives it more, fewer columns or runs need less"
+)
+
+
 class SqlMistake(QueryError):
     """A query that DuckDB does not understand."""
 
@@ -26,11 +35,8 @@ class SqlMistake(QueryError):
 def query_error(error: Exception) -> SqlMistake:
     """Say in one line what DuckDB says in many."""
     message = str(error)
-    if isinstance(error, duckdb.OutOfMemoryException):
-        return SqlMistake(
-            "the query needs more memory than it may take, or more disk than is free for what "
-            "does not fit; --memory 8GB gives it more, fewer columns or runs need less"
-        )
+    if isinstance(error, OUT_OF_MEMORY) or "Out of Memory" in message:
+        return SqlMistake(NEEDS_MEMORY)
     if "data-modifying" in message or "containing a COPY" in message:
         return SqlMistake("queries are read-only: a WITH clause cannot write")
     # Views that cannot be answered fail with a message of ours, which DuckDB prefixes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -116,6 +115,7 @@ def query(
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.asking import open_runs
     from headcount.queries.ask.formats import format_of
+    from headcount.queries.ask.process_memory import held_to_memory
     from headcount.queries.open.connection import check_memory, view_descriptions
 
     time_limit = timeout if 0 < timeout < float("inf") else None
@@ -124,28 +124,28 @@ def query(
     database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
     warn_of_damage(database)
 
-    models = RunModels(runs) if text else None
-    answer = partial(_answer, database, limit, time_limit, models, output, vertical)
-    queries = read_queries(QUERIES)
     if asked is None:
         # Every view with the first sentence of its description.
         for name, description in view_descriptions(database.connection).items():
             typer.echo(f"{name:<24} {description.partition('. ')[0].rstrip('.')}.")
         return
     options = [option for parameter in context.command.params for option in parameter.opts]
-    answer(answer_format, with_parameters(asked, context.args, queries, options))
+    sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
+    models = RunModels(runs) if text else None
+    with held_to_memory(database.connection):
+        _answer(database, sql, limit, time_limit, models, answer_format, output, vertical)
     _say_how_much_is_in(database)
 
 
 def _answer(
     database: RunDatabase,
+    sql: str,
     limit: int | None,
     time_limit: float | None,
     models: RunModels | None,
+    answer_format: Format,
     output: Path | None,
     vertical: bool,
-    answer_format: Format,
-    sql: str,
 ) -> None:
     from headcount.queries.ask.answers import run_query
     from headcount.queries.ask.formats import rows_to_read, write_file, write_tokens_as_text
