@@ -15,6 +15,7 @@ import duckdb
 import pyarrow as pa
 
 from headcount.queries.ask.mistakes import explained, query_error
+from headcount.queries.ask.values import python_values
 from headcount.queries.open.connection import (
     hold_to_commits,
     is_of_gone_file,
@@ -144,24 +145,8 @@ class Answer:
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """The rows of a batch, as Python values.
-
-    A float32 becomes the shortest number that means it: 0.1 and not 0.10000000149011612. Arrow's
-    text of a float32 is that number.
-    """
-    columns: list[list[Any]] = []
-    for column in batch.columns:
-        if pa.types.is_float32(column.type):
-            texts = column.cast(pa.string()).to_pylist()
-            columns.append([None if text is None else float(text) for text in texts])
-        elif pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
-            lists = column.cast(pa.list_(pa.string())).to_pylist()
-            columns.append(
-                [row and [None if text is None else float(text) for text in row] for row in lists]
-            )
-        else:
-            columns.append(column.to_pylist())
-    return zip(*columns, strict=True)
+    """The rows of a batch, as Python values."""
+    return zip(*map(python_values, batch.columns), strict=True)
 
 
 def run_query(
