@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import duckdb
 import pyarrow as pa
 
-from headcount.queries.ask.mistakes import explained, query_error
+from headcount.queries.ask.known_values import check_values
+from headcount.queries.ask.mistakes import LISTS_VIEWS, explained, query_error
 from headcount.queries.ask.values import python_values
 from headcount.queries.open.connection import (
     hold_to_commits,
@@ -22,7 +23,7 @@ from headcount.queries.open.connection import (
     spill_directory,
     view_descriptions,
 )
-from headcount.schemas.errors import QueryError, unknown
+from headcount.schemas.errors import QueryError, unknown_among
 from headcount.schemas.unending import UNENDING
 
 BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
@@ -165,12 +166,13 @@ def run_query(
     is_view = text.strip().lower() in views
     # A single word is no SQL, so it is a view with a mistake in its name.
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
-        raise QueryError(unknown("view", text.strip(), views))
+        raise QueryError(unknown_among("view", text.strip(), views, LISTS_VIEWS))
     explain, sql = _one_query(f"FROM {text}" if is_view else text)
     # The rows of an EXPLAIN are the plan, not the answer, so a limit would cut the plan.
     limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
     # In a subquery nothing can write. On lines of its own: the query may end in a comment.
     subquery = f"FROM (\n{sql}\n)"
+    check_values(connection, sql)
     cursor = connection.cursor()
     patience = Patience(cursor, timeout)
 
