@@ -47,7 +47,9 @@ def _check(connection: duckdb.DuckDBPyConnection, name: str, values: dict[str, s
     column = f"runs.{compare}" if compare != GROUPS[0] else compare
     rows = connection.cursor().execute(KNOWN_VALUES[name].format(compare=column)).fetchall()
     known = [value for (value,) in rows if value is not None]
-    if (value := values[name]) in known:
+    value = values[name]
+    # People write l5h1 too.
+    if (value.upper() if name == "label" else value) in known:
         return
     if name == "statistic" and (remedy := way_to(value)):
         raise QueryError(f"statistic {value!r} was not measured in these runs{remedy}")
