@@ -6,9 +6,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from headcount.schemas.errors import RunError, printable
+from headcount.schemas.text_columns import in_columns, padded
 
 
 def say(console: Console, line: str) -> None:
@@ -65,16 +67,13 @@ def in_bytes(count: float) -> str:
 def print_terms(rows: Sequence[tuple[str, str]]) -> None:
     """Print names with what they mean, wrapped in a terminal and a line each in a pipe."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    indent = max(len(name) for name, _ in rows) + 2
+    indent = max(cell_len(name) for name, _ in rows) + 2
     for name, meaning in rows:
         # A narrow terminal still gets words, and wraps them itself.
         lines = textwrap.wrap(meaning, max(width - indent, 20), break_on_hyphens=False)
-        print(f"{name:<{indent}}" + f"\n{'':<{indent}}".join(lines))
+        print(padded(name, indent) + f"\n{'':<{indent}}".join(lines))
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
     """Print rows in columns that are never cut, not even on a narrow terminal."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
+    print("\n".join(in_columns(rows)))

@@ -33,6 +33,7 @@ from types import FrameType
 from typing import Literal, NoReturn
 
 from headcount.schemas.errors import HeadcountError, printable
+from headcount.schemas.unending import UNENDING
 
 CONTINUABLE = ("scan", "resume", "compact", "reproduce", "calibrate", "export")
 """Commands that the same command continues after they were stopped."""
@@ -224,7 +225,11 @@ def _watcher() -> socket.socket:
                 time.sleep(CLEANING_SECONDS)
                 os._exit(_ProcessState.exit_code)
             if (number := received[0]) in STOPPING:
-                seconds = FINISHING_SECONDS if number == signal.SIGTERM else UNHEARD_SECONDS
+                # Without work in hand, SIGTERM is an interrupt like any other.
+                may_finish = number == signal.SIGTERM and (
+                    _ProcessState.work is not None or _ProcessState.has_children
+                )
+                seconds = FINISHING_SECONDS if may_finish else UNHEARD_SECONDS
                 _timer(seconds, _leave_if_unheard, number, time.monotonic())
 
     threading.Thread(target=watch, daemon=True).start()
@@ -294,7 +299,11 @@ def _end_stopped(number: int) -> NoReturn:
 
 
 def _exit_for_sure(code: int) -> NoReturn:
-    """Exit, within `CLEANING_SECONDS` of the process's end."""
+    """Exit, within `CLEANING_SECONDS` of the process's end; at once if something computes on."""
+    if UNENDING:
+        for tidy_up in [*UNENDING.values()]:
+            tidy_up()
+        os._exit(code)
     _ProcessState.exit_code = code
     atexit.register(_watcher().send, END)
     sys.exit(code)

@@ -27,6 +27,7 @@ from headcount.queries.ask.answers import Answer, rows_of, run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.formats import check_suffix
 from headcount.queries.ask.named_queries import QUERIES, read_queries
+from headcount.queries.ask.text_tables import value_text
 from headcount.queries.open.connection import MEMORY, OPENED, check_memory, view_descriptions
 from headcount.queries.open.run import read_runs
 from headcount.queries.open.run_memory import RunMemory
@@ -34,6 +35,7 @@ from headcount.schemas.errors import QueryError, printable, unknown
 from headcount.schemas.files.places import absolute
 from headcount.schemas.scans.arguments import Location, Name, checked
 from headcount.schemas.scans.values import Count, Positive
+from headcount.schemas.text_columns import in_columns
 from headcount.workers.run_model import RunModels
 
 if TYPE_CHECKING:
@@ -201,7 +203,13 @@ class AnswerTable:
             import pandas  # noqa: F401 - Arrow imports it, and its message names no remedy.
         except ImportError:
             raise _not_installed("pandas", "df") from None
-        return self._table.to_pandas()
+        try:
+            return self._table.to_pandas()
+        except (OverflowError, ValueError) as error:
+            raise QueryError(
+                f"df(): a time that pandas does not have ({error}); cast its column to VARCHAR in "
+                "the query, or use rows(), which gives such times as text"
+            ) from None
 
     def pl(self) -> polars.DataFrame:
         """The rows as a polars data frame."""
@@ -317,30 +325,18 @@ def _with_parameters(query: str, parameters: dict[str, object]) -> str:
 def text_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Rows as lines of text, in columns."""
     cells = [[printable(name) for name in names]]
-    cells += [[printable(_cell(value)) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
-    return "\n".join(lines)
+    cells += [[value_text(value) for value in row] for row in rows]
+    return "\n".join(in_columns(cells))
 
 
 def html_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Rows as an HTML table."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    cells = ("".join(f"<td>{html.escape(_cell(value))}</td>" for value in row) for row in rows)
+    cells = ("".join(f"<td>{html.escape(value_text(value))}</td>" for value in row) for row in rows)
     body = "".join(f"<tr>{of_row}</tr>" for of_row in cells)
     # Not every notebook has a style for tables.
     style = "border-collapse: separate; border-spacing: 12px 2px; text-align: left"
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def _cell(value: object) -> str:
-    """A value as a notebook shows it: four digits are enough to look at."""
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _warn(line: str) -> None:

@@ -69,6 +69,32 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}: {hint}Known: {', '.join(known_names) or 'none'}"
 
 
+MOST_NAMES = 12  # names that an error lists
+
+
+def unknown_among(kind: str, name: str, known: Iterable[str], listing: str) -> str:
+    """The text of an error about a name that is none of many: the close ones, and what lists all.
+
+    >>> known = [f"score_{number}" for number in range(100)]
+    >>> unknown_among("column", "score", known[:2], "DESCRIBE heads")
+    "unknown column 'score': did you mean 'score_1'? Known: score_0, score_1"
+    >>> unknown_among("column", "score_99x", known, "DESCRIBE heads")[:57]
+    "unknown column 'score_99x': did you mean 'score_99'? Near:"
+    """
+    known_names = sorted(known)
+    if len(known_names) <= MOST_NAMES:
+        return unknown(kind, name, known_names)
+    # A beginning of a name may be too short to be close to it.
+    beginnings = [each for each in known_names if len(name) > 2 and name.lower() in each.lower()]
+    close = difflib.get_close_matches(name, known_names, n=MOST_NAMES // 2, cutoff=0.5)
+    nearest = list(dict.fromkeys([*close[:1], *beginnings, *close]))[: MOST_NAMES // 2]
+    every = f"{listing} lists all {len(known_names)}"
+    if not nearest:
+        return f"unknown {kind} {name[:LONGEST_NAME]!r}: {every}"
+    near = f"Near: {', '.join(nearest)}; " if len(nearest) > 1 else ""
+    return f"unknown {kind} {name[:LONGEST_NAME]!r}: did you mean {nearest[0]!r}? {near}{every}"
+
+
 def printable(text: str) -> str:
     """A text from a file, safe to show in a terminal: invisible characters are written out.
 

@@ -69,6 +69,7 @@ class Formula(Entry):
     defined: Callable[..., Any] | None = None  # rule where it has a value; None: everywhere
     of_directions: bool = False  # whether it reads only directions, which zeros have not
     missing: str = ""  # what a layer may lack so that it has no value: the end of "NULL if …"
+    marks: Literal["", "first key", "successors", "copies"] = ""  # tokens of a text it is about
     measured_by: str = ""  # the intervention whose change of loss it estimates
     arguments: Arguments = ()  # every option of the function, with a value
 

@@ -1,25 +1,36 @@
 """Asking a query: SQL or the name of a view goes in, rows come out, read once."""
 
+import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import duckdb
 import pyarrow as pa
 
-from headcount.queries.ask.mistakes import explained, query_error
-from headcount.queries.open.connection import hold_to_commits, is_of_gone_file, view_descriptions
-from headcount.schemas.errors import QueryError, unknown
-from headcount.schemas.files.arrow_values import values_of
+from headcount.queries.ask.known_values import check_values
+from headcount.queries.ask.mistakes import LISTS_VIEWS, explained, query_error
+from headcount.queries.ask.values import python_values
+from headcount.queries.open.connection import (
+    hold_to_commits,
+    is_of_gone_file,
+    spill_directory,
+    view_descriptions,
+)
+from headcount.schemas.errors import QueryError, unknown_among
+from headcount.schemas.unending import UNENDING
 
 BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
 ATTEMPTS = 20  # how often a query is asked whose files are merged before it has read them
 
-INTERRUPTS = 300  # tries to interrupt a query, a tenth of a second apart
+INTERRUPT_SECONDS = 0.1  # between two tries to interrupt a query
+STOPPING_SECONDS = 1.0  # in which DuckDB stops after an interrupt, unless it is inside a function
 
 EXPLAIN = re.compile(r"(?:\s|--.*\n|/\*.*?\*/)*EXPLAIN(?:\s+ANALYZE)?\b", re.IGNORECASE)
 """What an EXPLAIN begins with, after spaces and comments."""
@@ -55,14 +66,13 @@ class Patience:
         threading.Thread(target=settle, daemon=True).start()
         try:
             return answer.result(self.seconds_left)
-        except (TimeoutError, KeyboardInterrupt) as error:
-            # Until the thread ends: Python cannot end while one is inside a library. An interrupt
-            # before DuckDB has begun is lost, so one is not enough.
-            for _ in range(INTERRUPTS):
-                self.cursor.interrupt()
-                if wait([answer], timeout=0.1).done:
-                    break
-            if isinstance(error, KeyboardInterrupt):
+        except BaseException as error:
+            if answer.done():
+                # The call's own error.
+                raise
+            # A timeout, Ctrl-C, or another signal that ends the command.
+            self._stop(answer)
+            if not isinstance(error, TimeoutError):
                 raise
             raise QueryError(
                 f"stopped after {self.seconds_allowed:g} s without an answer; --timeout SECONDS "
@@ -72,6 +82,30 @@ class Patience:
             if self.seconds_left is not None:
                 # Never 0: a result that is there already is still worth taking.
                 self.seconds_left = max(self.seconds_left - time.monotonic() + began, 0.001)
+
+    def _stop(self, answer: Future[Any]) -> None:
+        """Interrupt what DuckDB computes, for a while here and then on another thread.
+
+        An interrupt before DuckDB has begun is lost, so one is not enough. And DuckDB hears none
+        inside of a function, such as `repeat`.
+        """
+        give_up = time.monotonic() + STOPPING_SECONDS
+        while not self._is_stopped(answer):
+            if time.monotonic() > give_up:
+                UNENDING[answer] = partial(
+                    shutil.rmtree, spill_directory(os.getpid()), ignore_errors=True
+                )
+                answer.add_done_callback(lambda _: UNENDING.pop(answer, None))
+                threading.Thread(target=self._keep_stopping, args=[answer], daemon=True).start()
+                return
+
+    def _keep_stopping(self, answer: Future[Any]) -> None:
+        while not self._is_stopped(answer):
+            pass
+
+    def _is_stopped(self, answer: Future[Any]) -> bool:
+        self.cursor.interrupt()
+        return bool(wait([answer], INTERRUPT_SECONDS).done)
 
 
 @dataclass
@@ -112,24 +146,8 @@ class Answer:
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """The rows of a batch, as Python values.
-
-    A float32 becomes the shortest number that means it: 0.1 and not 0.10000000149011612. Arrow's
-    text of a float32 is that number.
-    """
-    columns: list[list[Any]] = []
-    for column in batch.columns:
-        if pa.types.is_float32(column.type):
-            texts = column.cast(pa.string()).to_pylist()
-            columns.append([None if text is None else float(text) for text in texts])
-        elif pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
-            lists = column.cast(pa.list_(pa.string())).to_pylist()
-            columns.append(
-                [row and [None if text is None else float(text) for text in row] for row in lists]
-            )
-        else:
-            columns.append(values_of(column))
-    return zip(*columns, strict=True)
+    """The rows of a batch, as Python values."""
+    return zip(*map(python_values, batch.columns), strict=True)
 
 
 def run_query(
@@ -148,12 +166,13 @@ def run_query(
     is_view = text.strip().lower() in views
     # A single word is no SQL, so it is a view with a mistake in its name.
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
-        raise QueryError(unknown("view", text.strip(), views))
+        raise QueryError(unknown_among("view", text.strip(), views, LISTS_VIEWS))
     explain, sql = _one_query(f"FROM {text}" if is_view else text)
     # The rows of an EXPLAIN are the plan, not the answer, so a limit would cut the plan.
     limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
     # In a subquery nothing can write. On lines of its own: the query may end in a comment.
     subquery = f"FROM (\n{sql}\n)"
+    check_values(connection, sql)
     cursor = connection.cursor()
     patience = Patience(cursor, timeout)
 

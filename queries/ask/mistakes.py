@@ -2,17 +2,38 @@
 
 import difflib
 import re
+from collections.abc import Mapping
 
 import duckdb
 
-from headcount.queries.open.connection import OPENED, view_descriptions
+from headcount.queries.open.column_facts import views_read
+from headcount.queries.open.connection import OPENED, make_views, view_descriptions
 from headcount.queries.open.shipped_views import base_names, unmeasured_statistic, way_to
-from headcount.schemas.errors import QueryError, printable, unknown
+from headcount.schemas.errors import QueryError, printable, unknown_among
 
 PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
 """How DuckDB's messages end that know a place in the SQL."""
 
+LISTS_VIEWS = "headcount query RUNS"
+
+COLUMNS = """
+    SELECT table_name, column_name FROM duckdb_columns()
+    WHERE schema_name = 'main' ORDER BY table_name, column_index
+"""
+
+KEYS = ("run_id", "intervention", "sequence", "layer", "head", "statistic")
+"""Columns by which views are joined."""
+
 MISSING_COLUMN = re.compile(r'[Cc]olumn (?:named )?"([^"]+)"')
+
+
+OUT_OF_MEMORY = (duckdb.OutOfMemoryException, MemoryError)
+"""What DuckDB, Arrow and Python raise."""
+
+NEEDS_MEMORY = (
+    "the query needs more memory than it may take, or more disk than is free for what does not "
+    "fit; --memory 8GB gives it more, fewer columns or runs need less"
+)
 
 
 class SqlMistake(QueryError):
@@ -26,11 +47,8 @@ class SqlMistake(QueryError):
 def query_error(error: Exception) -> SqlMistake:
     """Say in one line what DuckDB says in many."""
     message = str(error)
-    if isinstance(error, duckdb.OutOfMemoryException):
-        return SqlMistake(
-            "the query needs more memory than it may take, or more disk than is free for what "
-            "does not fit; --memory 8GB gives it more, fewer columns or runs need less"
-        )
+    if isinstance(error, OUT_OF_MEMORY) or "Out of Memory" in message:
+        return SqlMistake(NEEDS_MEMORY)
     if "data-modifying" in message or "containing a COPY" in message:
         return SqlMistake("queries are read-only: a WITH clause cannot write")
     # Views that cannot be answered fail with a message of ours, which DuckDB prefixes.
@@ -93,24 +111,46 @@ def _what_is_missing(message: str, connection: duckdb.DuckDBPyConnection, sql: s
                 return shipped.queries[name].what_is_missing(required)
     # DuckDB does not know the views that are made when they are asked for.
     if missing := re.search(r"Table with name (\S+) does not exist", message):
-        return unknown("view", missing[1], view_descriptions(connection))
+        return unknown_among("view", missing[1], view_descriptions(connection), LISTS_VIEWS)
     if (statistic := unmeasured_statistic(message)) is not None:
         if remedy := way_to(statistic):
             return f"statistic {statistic!r} was not measured in these runs{remedy}"
         rows = connection.cursor().execute("SELECT name FROM statistics").fetchall()
-        return unknown("statistic", statistic, [name for (name,) in rows])
+        names = [name for (name,) in rows]
+        return unknown_among("statistic", statistic, names, "SELECT name FROM statistics")
     column = MISSING_COLUMN.search(message)
-    return column and _why_no_column(column[1], message, connection)
+    return column and _why_no_column(column[1], connection, sql)
 
 
-def _why_no_column(column: str, message: str, connection: duckdb.DuckDBPyConnection) -> str | None:
-    """Why there is no such column, if DuckDB's message says less than we can."""
-    sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
-    known = {name for (name,) in connection.cursor().execute(sql).fetchall()}
+def _why_no_column(column: str, connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
+    """Why there is no such column: another view has it, no run measured it, or it is misspelt."""
+    read = views_read(connection, sql)
+    make_views(connection)
+    rows = connection.cursor().execute(COLUMNS).fetchall()
+    views = {view: [name for of, name in rows if of == view] for view in dict(rows)}
+    # Tables come first, as in the list of views.
+    order = [view for view in view_descriptions(connection) if view in views]
+    owners = [view for view in order if column in views[view] and view not in read]
+    if owners:
+        return _is_elsewhere(column, owners, [view for view in read if view in views], views)
+    known = {name for _, name in rows}
     if (remedy := way_to(column)) and not base_names(column) & known:
         return f"column {column!r} was not measured in these runs{remedy}"
-    # Of a table that is named, DuckDB knows no candidates.
-    nearest = difflib.get_close_matches(column, known, n=1)
-    if nearest and "Candidate bindings" not in message and column not in known:
-        return f"unknown column {column!r}: did you mean {nearest[0]!r}?"
-    return None
+    of_query = [name for view in read for name in views.get(view, [])]
+    listing = f"DESCRIBE {read[0]}" if read else "FROM duckdb_columns()"
+    return unknown_among("column", column, {*of_query} or known, listing)
+
+
+def _is_elsewhere(
+    column: str, owners: list[str], read: list[str], views: Mapping[str, list[str]]
+) -> str:
+    """Which views have a column that those of a query lack, and how to join one."""
+    more = f" and {len(owners) - 1} more views" if len(owners) > 1 else ""
+    where = f"{owners[0]}{more}" if len(owners) != 2 else " and ".join(owners)
+    has = "have" if len(owners) > 1 else "has"
+    absent = f"column {column!r} is not in {' or '.join(read)}" if read else f"column {column!r}"
+    if not read:
+        return f"{absent}: {where} {has} it"
+    keys = [key for key in KEYS if key in views[owners[0]] and key in views[read[0]]]
+    join = f": FROM {read[0]} JOIN {owners[0]} USING ({', '.join(keys)})" if keys else ""
+    return f"{absent}; {where} {has} it{join}"

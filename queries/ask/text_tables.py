@@ -7,10 +7,10 @@ import shutil
 from typing import TextIO
 
 import pyarrow as pa
-from rich.cells import cell_len, set_cell_size
 
 from headcount.queries.ask.answers import Answer, rows_of
 from headcount.schemas.errors import printable
+from headcount.schemas.text_columns import padded, widths_of
 
 TABLE_ROWS = 40  # rows that a table shows if no limit is given
 
@@ -48,7 +48,7 @@ def write_table(
     is_unicode = (out.encoding or "utf-8").lower().startswith("utf")
     null, more, rule = "–…─" if is_unicode else ("-", "...", "-")
     names = [printable(name) for name in answer.schema.names]
-    texts = [[_text(value, null) for value in row] for row in rows]
+    texts = [[value_text(value, null) for value in row] for row in rows]
     is_numeric = [
         pa.types.is_integer(each) or pa.types.is_floating(each) or pa.types.is_decimal(each)
         for each in answer.schema.types
@@ -82,7 +82,7 @@ def _write_across(
         ]
         for row in texts
     ]
-    widths = [max(map(cell_len, column)) for column in zip(names, *cells, strict=True)]
+    widths = widths_of([names, *cells])
     columns = list(range(len(names)))
     if width is not None and sum(widths) + len(GAP) * (len(names) - 1) > width:
         is_short = len(cells) == 1 or len(cells) * (len(names) + 1) <= VERTICAL_LINES
@@ -103,11 +103,7 @@ def _write_across(
         fitting.append(column)
 
     def line(row: list[str]) -> str:
-        paddings = {column: " " * (widths[column] - cell_len(row[column])) for column in fitting}
-        pieces = (
-            padding + row[column] if is_numeric[column] else row[column] + padding
-            for column, padding in paddings.items()
-        )
+        pieces = (padded(row[each], widths[each], is_numeric[each]) for each in fitting)
         return GAP.join(pieces).rstrip()
 
     if fitting:
@@ -122,21 +118,27 @@ def _write_across(
 
 def _write_vertically(names: list[str], texts: list[list[str]], more: str, out: TextIO) -> None:
     """Write a column a line. A terminal breaks lines that are too long for it."""
-    name_width = max(map(cell_len, names), default=0)
+    (name_width,) = widths_of([[name] for name in names]) or [0]
     for number, row in enumerate(texts, 1):
         if len(texts) > 1:
             out.write(f"row {number}\n")
         for name, text in zip(names, row, strict=True):
             shown = text if len(text) <= VALUE_CHARACTERS else text[:VALUE_CHARACTERS] + more
-            out.write(f"{set_cell_size(name, name_width)}  {shown}\n")
+            out.write(f"{padded(name, name_width)}  {shown}\n")
 
 
-def _text(value: object, null: str) -> str:
+def value_text(value: object, null: str = "–") -> str:
     """A value for people: four digits, thousands with commas, one line."""
     if value is None:
         return null
     if isinstance(value, list):
-        return f"[{', '.join(_text(item, null) for item in value)}]"
+        return f"[{', '.join(value_text(item, null) for item in value)}]"
+    if isinstance(value, dict):
+        items = (f"{key}: {value_text(item, null)}" for key, item in value.items())
+        return printable(f"{{{', '.join(items)}}}")
+    # An entry of a map. An interval is a tuple of another type.
+    if type(value) is tuple:
+        return f"({', '.join(value_text(item, null) for item in value)})"
     if isinstance(value, float):
         has_large_integer = 1e4 <= abs(value) < 1e15
         return f"{value:,.0f}" if has_large_integer else f"{value:.4g}"

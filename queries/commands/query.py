@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -111,54 +110,42 @@ def query(
         typer.Option(metavar="SIZE", help="Memory that the query may take: 4GB, or 50%."),
     ] = "50%",
     code: Code = None,
-    interactive: Annotated[
-        bool,
-        typer.Option(
-            "--interactive",
-            help="Ask one query after another, with a history and completion of names.",
-        ),
-    ] = False,
 ) -> None:
     """Query the committed rows of runs, in SQL or by the name of a view."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.asking import open_runs
     from headcount.queries.ask.formats import format_of
-    from headcount.queries.ask.prompt import converse
+    from headcount.queries.ask.process_memory import held_to_memory
     from headcount.queries.open.connection import check_memory, view_descriptions
 
     time_limit = timeout if 0 < timeout < float("inf") else None
     asked = read_typed(typed, file)
     answer_format = format_of(requested_format, output, vertical)
-    if interactive and asked is not None:
-        raise QueryError(f"--interactive asks for queries itself; leave out {asked!r}")
     database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
     warn_of_damage(database)
 
-    models = RunModels(runs) if text else None
-    answer = partial(_answer, database, limit, time_limit, models, output, vertical)
-    queries = read_queries(QUERIES)
-    if interactive:
-        converse(database, queries, partial(answer, "table"), tell_user)
-        return
     if asked is None:
         # Every view with the first sentence of its description.
         for name, description in view_descriptions(database.connection).items():
             typer.echo(f"{name:<24} {description.partition('. ')[0].rstrip('.')}.")
         return
     options = [option for parameter in context.command.params for option in parameter.opts]
-    answer(answer_format, with_parameters(asked, context.args, queries, options))
+    sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
+    models = RunModels(runs) if text else None
+    with held_to_memory(database.connection):
+        _answer(database, sql, limit, time_limit, models, answer_format, output, vertical)
     _say_how_much_is_in(database)
 
 
 def _answer(
     database: RunDatabase,
+    sql: str,
     limit: int | None,
     time_limit: float | None,
     models: RunModels | None,
+    answer_format: Format,
     output: Path | None,
     vertical: bool,
-    answer_format: Format,
-    sql: str,
 ) -> None:
     from headcount.queries.ask.answers import run_query
     from headcount.queries.ask.formats import rows_to_read, write_file, write_tokens_as_text

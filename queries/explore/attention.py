@@ -51,7 +51,7 @@ class Attention(Query):
         tokens, received = stored[0], stored[1] if len(stored) > 1 else None
         if not tokens:
             raise QueryError(f"run {facts.run_id} has no tokens of sequence {self.sequence}")
-        marked = marked_keys(self.statistic, tokens, received) if self.statistic else []
+        marked = marked_keys(self.statistic, tokens, received).keys if self.statistic else []
         row = {"n_tokens": len(tokens), "tokens": tokens, "received": received}
         return Answer({"rows": [row], "first_mark": min(marked, default=0)})
 

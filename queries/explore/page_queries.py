@@ -559,10 +559,11 @@ class Texts(Query):
         rows: dict[int, Header] = {}
         for row in tables[0].to_pylist():
             tokens = row["tokens"]
-            marked = marked_keys(self.statistic, tokens, None) if self.statistic else []
+            marks = marked_keys(self.statistic or "", tokens, None)
             rows[row["sequence"]] = row | {
                 "tokens": tokens[: self.first],
-                "marked": [key for key in marked if key < self.first],
+                "marked": [key for key in marks.keys if key < self.first],
+                "marks": marks.meaning,
             }
         return Answer({"rows": [rows[number] for number in self.sequences if number in rows]})
 

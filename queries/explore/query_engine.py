@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import math
 import struct
 import time
 from collections import OrderedDict
@@ -11,14 +10,14 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from headcount.queries.ask.answers import query_error, run_query
+from headcount.queries.ask.answers import query_error
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.ask.formats import json_value
 from headcount.queries.explore.attention import Attention
@@ -31,10 +30,10 @@ from headcount.queries.explore.page_queries import (
     RunFacts,
     Texts,
 )
-from headcount.queries.open.connection import MEMORY, OPENED
+from headcount.queries.explore.sql_process import Settings, SqlProcesses, SqlQuery
+from headcount.queries.open.connection import MEMORY, share_of
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
-from headcount.schemas.files.arrow_values import values_of
 from headcount.schemas.scans.values import EXPECTED, wrong_value
 from headcount.workers.run_model import RunModels
 
@@ -43,13 +42,28 @@ DEADLINE = 20.0  # seconds after which a query is given up by default
 FRESH_SECONDS = 2.0  # a page that asks so soon gets the runs as they were seen last
 INTERRUPT_SECONDS = 0.02  # between two interrupts: one that comes too early is lost
 
-CLOSING_SECONDS = 5.0  # seconds in which running queries are stopped when the server ends
+CLOSING_SECONDS = 2.0  # seconds in which running queries are stopped when the server ends
 THREADS = 2  # Queries of the page that are answered at once. DuckDB uses all cores for each.
-MOST_ROWS = 1_000  # rows that the page shows of an answer in SQL
-MOST_CHARACTERS = 1_000  # characters that the page shows of a value
-MOST_BYTES = 8 * 2**20  # bytes of rows that are read of an answer in SQL
 
 T = TypeVar("T")
+
+
+class Stoppable(Protocol):
+    """What computes an answer on a thread."""
+
+    @property
+    def seconds_starting(self) -> float:
+        """Seconds that are not its own: it could not begin yet."""
+        ...
+
+    def interrupt(self) -> None:
+        """Stop it. What has not begun may have to be interrupted again."""
+
+    def close(self) -> None:
+        """Let go of what it holds, at its end."""
+
+
+S = TypeVar("S", bound=Stoppable)
 
 
 class Overview(BaseModel):
@@ -92,14 +106,18 @@ class Engine:
         self.cache = AnswerCache()
         self.memory_of_runs = RunMemory()
         self.threads = ThreadPoolExecutor(THREADS, "query")
-        # A long query of the user's must not hold up the page.
+        # A long query of the user's must not hold up the page. Each has a process of its own; all
+        # processes together take as much memory as the page may.
         self.sql_threads = ThreadPoolExecutor(THREADS, "sql")
+        self.sql_processes = SqlProcesses(Settings(path, code, share_of(memory, 2 * THREADS)))
         # A model is loaded once, and by one thread, which holds up no other query.
         self.model_thread = ThreadPoolExecutor(1, "model")
         # A tokenizer is opened once, and by one thread.
         self.text_thread = ThreadPoolExecutor(1, "text")
+        # One look at a time: files may take long to read.
+        self.look_thread = ThreadPoolExecutor(1, "look")
         self.interrupted = 0  # queries that were stopped: too long, or nobody waited
-        self._running: dict[Future[Any], Interruptible] = {}
+        self._running: dict[Future[Any], Stoppable] = {}
         # asyncio itself holds tasks weakly: one that nobody else holds may vanish before it ends.
         self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
@@ -127,9 +145,8 @@ class Engine:
             text = query.text
             # Kept by a name: the runs may be opened anew before the rows are there.
             runs = self.runs
-            header = await self._in_thread(
-                self.sql_threads, runs, lambda connection: _sql_rows(connection, text)
-            )
+            query_in_sql = SqlQuery(self.sql_processes, text, runs.revision)
+            header = await self._in_thread(self.sql_threads, query_in_sql, SqlQuery.answer)
             seconds = round(time.perf_counter() - began, 3)
             return _packed(runs, Answer(header | {"seconds": seconds}))
         key = f"{self.runs.revision} {query.model_dump_json()}"
@@ -148,31 +165,41 @@ class Engine:
             with contextlib.suppress(duckdb.Error):
                 await self._in_thread(
                     self.threads,
-                    runs,
+                    self._interruptible(runs),
                     lambda connection: runs.facts_for(histograms, connection.cursor()),
                 )
+            self.sql_processes.prepare(self.runs.revision)
             await self.look_again(rows=True)
 
     async def look_again(self, rows: bool = False) -> None:
         """Open the runs anew if they changed; `rows` compares their rows with the commits."""
         async with self._opening:
-            self.runs = await asyncio.to_thread(self._current_runs, rows)
+            loop = asyncio.get_running_loop()
+            self.runs = await loop.run_in_executor(self.look_thread, self._current_runs, rows)
             self._looked = time.monotonic()
 
     def close(self) -> None:
         """Take no more queries, and stop those that are being answered."""
-        for threads in (self.threads, self.sql_threads, self.text_thread, self.model_thread):
+        self.sql_processes.close()
+        pools = (
+            self.threads,
+            self.sql_threads,
+            self.text_thread,
+            self.model_thread,
+            self.look_thread,
+        )
+        for threads in pools:
             threads.shutdown(wait=False, cancel_futures=True)
         give_up = time.monotonic() + CLOSING_SECONDS
         while self._running and time.monotonic() < give_up:
-            for connection in list(self._running.values()):
-                connection.interrupt()
+            for query in list(self._running.values()):
+                query.interrupt()
             time.sleep(INTERRUPT_SECONDS)
 
     def _open(self) -> PageRuns:
-        database = open_runs(
-            self.path, code=self.code, memory=self.memory, read=self.memory_of_runs.read_run
-        )
+        memory = share_of(self.memory, 2)
+        read = self.memory_of_runs.read_run
+        database = open_runs(self.path, code=self.code, memory=memory, read=read)
         return PageRuns(database, revision=time.time_ns())
 
     def _current_runs(self, rows: bool) -> PageRuns:
@@ -207,7 +234,9 @@ class Engine:
         if isinstance(query, Attention):
             stored, models = answer, self.models
             answer = await self._in_thread(
-                self.model_thread, runs, lambda _: query.with_weights(stored, models)
+                self.model_thread,
+                self._interruptible(runs),
+                lambda _: query.with_weights(stored, models),
             )
         if isinstance(query, Texts | Attention):
             answer = await self._with_texts(query, answer)
@@ -227,39 +256,39 @@ class Engine:
                 tables.append(cursor.sql(statement.sql).to_arrow_table())
             return _header(query, facts), query.answer(facts, tables)
 
-        return await self._in_thread(self.threads, runs, work)
+        return await self._in_thread(self.threads, self._interruptible(runs), work)
 
-    async def _in_thread(
-        self,
-        threads: ThreadPoolExecutor,
-        runs: PageRuns,
-        work: "Callable[[Interruptible], T]",
-    ) -> T:
+    def _interruptible(self, runs: PageRuns) -> "Interruptible":
+        return Interruptible(runs.database.connection)
+
+    async def _in_thread(self, threads: ThreadPoolExecutor, query: S, work: Callable[[S], T]) -> T:
         """Do some work on a thread, until the deadline or until nobody waits for it."""
-        connection = Interruptible(runs.database.connection)
-        job = threads.submit(work, connection)
+        job = threads.submit(work, query)
         # In this order: a job that has ended by now calls back at once.
-        self._running[job] = connection
+        self._running[job] = query
         job.add_done_callback(self._ended)
         result = asyncio.wrap_future(job)
         result.add_done_callback(_take_error)
         try:
-            # Shielded: to cancel what waits for a thread would not stop the thread.
-            return await asyncio.wait_for(asyncio.shield(result), self.deadline)
-        except TimeoutError:
-            self._stop(job)
-            raise QueryError(
-                f"stopped after {self.deadline:g} s without an answer; headcount explore "
-                "--timeout SECONDS waits longer"
-            ) from None
+            began = time.monotonic()
+            while (left := began + self.deadline + query.seconds_starting - time.monotonic()) > 0:
+                # Whoever leaves does not cancel the result, which would not stop the thread.
+                done, _ = await asyncio.wait([result], timeout=left)
+                if done:
+                    return result.result()
         except asyncio.CancelledError:
             self._stop(job)
             raise
+        self._stop(job)
+        raise QueryError(
+            f"stopped after {self.deadline:g} s without an answer; headcount explore --timeout "
+            "SECONDS waits longer"
+        )
 
     def _ended(self, job: Future[Any]) -> None:
-        connection = self._running.pop(job, None)
-        if connection is not None:
-            connection.close()
+        query = self._running.pop(job, None)
+        if query is not None:
+            query.close()
 
     def _stop(self, job: Future[Any]) -> None:
         """Stop a query: at once if it has not begun, and else by interrupts."""
@@ -270,8 +299,8 @@ class Engine:
             task.add_done_callback(self._stopping.discard)
 
     async def _interrupt(self, job: Future[Any]) -> None:
-        while connection := self._running.get(job):
-            connection.interrupt()
+        while query := self._running.get(job):
+            query.interrupt()
             await asyncio.sleep(INTERRUPT_SECONDS)
 
     async def _with_texts(self, query: Query, answer: Answer) -> Answer:
@@ -326,37 +355,6 @@ def _header(query: Query, facts: RunFacts) -> Header:
     return {"axes": axes, "sql": sql, "every": facts.every}
 
 
-def _sql_rows(connection: "Interruptible", text: str) -> Header:
-    # One row more than is shown tells whether there are more.
-    answer = run_query(connection.as_duckdb(), text, MOST_ROWS + 1)
-    rows: list[list[object]] = []
-    byte_count = 0
-    for batch in answer.batches():
-        byte_count += batch.nbytes
-        if byte_count > MOST_BYTES:
-            raise QueryError(
-                f"the answer has more than {MOST_BYTES // 2**20} MB; ask for fewer columns or "
-                "rows, or write it to a file with headcount query -o"
-            )
-        columns = [values_of(column) for column in batch.columns]
-        rows += [[_cell(value) for value in row] for row in zip(*columns, strict=True)]
-    return {
-        "columns": answer.schema.names,
-        "rows": rows[:MOST_ROWS],
-        "has_more": len(rows) > MOST_ROWS,
-    }
-
-
-def _cell(value: object) -> object:
-    """A value as the page shows it. Text is cut, and what JSON does not have becomes text."""
-    # JavaScript would round a larger number. As text it keeps its digits.
-    is_exact = isinstance(value, int) and abs(value) < 2**53
-    if value is None or is_exact or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    text = str(value)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
-
-
 MOST_ANSWERS = 256  # answers that are kept
 MOST_KEPT_BYTES = 64 * 2**20  # bytes of all answers that are kept
 Compute = Callable[[], Coroutine[Any, Any, bytes]]  # computes an answer
@@ -406,7 +404,9 @@ class AnswerCache:
 
 
 class Interruptible:
-    """Remembers the cursors of a connection that `run_query` makes, so that they can be stopped."""
+    """Remembers the cursors that a query makes of a connection, so that they can be stopped."""
+
+    seconds_starting = 0.0
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._connection = connection
@@ -419,13 +419,6 @@ class Interruptible:
         with self._lock:
             self._cursors.append(cursor)
         return cursor
-
-    def as_duckdb(self) -> duckdb.DuckDBPyConnection:
-        """Itself, for functions that take a connection and only make cursors of it."""
-        connection = cast("duckdb.DuckDBPyConnection", self)
-        # `run_query` finds the runs by the connection. The entry goes when this object does.
-        OPENED[connection] = OPENED[self._connection]
-        return connection
 
     def interrupt(self) -> None:
         """Stop whatever its cursors compute. One that has not begun must be interrupted again."""

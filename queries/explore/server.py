@@ -13,24 +13,30 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import webbrowser
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from headcount.queries.explore.query_engine import Engine
+from headcount.queries.open.connection import spill_directory
 from headcount.schemas.errors import HeadcountError, QueryError, printable
 from headcount.schemas.packages import PACKAGE
+from headcount.schemas.unending import UNENDING
 
 PAGE = PACKAGE / "queries" / "page" / "explore"
 SHARED_PAGE = PACKAGE / "queries" / "page" / "shared"  # shared with the report
 
 MOST_BYTES = 256 * 1024  # bytes of a request
+ANSWERING_SECONDS = 0.5  # in which open requests get their answers when the server ends
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the server
 
 LOOPBACK = "127.0.0.1"
@@ -175,7 +181,6 @@ def serve(
     """Serve the page until a signal ends the command."""
     guard = Guard(secrets.token_urlsafe(24), host)
     number = asyncio.run(_serve(engine, guard, port, tell, open_browser))
-    engine.close()
     # Commands say how they ended in one place.
     signal.raise_signal(number)
 
@@ -190,22 +195,33 @@ async def _serve(
     silent.propagate = False
     # A query whose asker is gone is cancelled.
     runner = web.AppRunner(
-        make_app(engine, guard), handler_cancellation=True, access_log=None, logger=silent
+        make_app(engine, guard),
+        handler_cancellation=True,
+        access_log=None,
+        logger=silent,
+        shutdown_timeout=ANSWERING_SECONDS,
     )
     await runner.setup()
     try:
         address = f"{await _listen(runner, guard.host, port)}#{guard.token}"
+        # At its end the server waits for no query, file or model: it only reads.
+        UNENDING[engine] = partial(shutil.rmtree, spill_directory(os.getpid()), ignore_errors=True)
         preparing = asyncio.create_task(engine.prepare())
         tell(address)
         if open_browser:
-            # A browser that is missing or does not start is no reason to stop.
-            with contextlib.suppress(webbrowser.Error, OSError):
-                await asyncio.to_thread(webbrowser.open, address)
+            Thread(target=_open_browser, args=[address], daemon=True).start()
         number = await _signal()
         preparing.cancel()
         return number
     finally:
+        engine.close()
         await runner.cleanup()
+
+
+def _open_browser(address: str) -> None:
+    # A browser that is missing or does not start is no reason to stop.
+    with contextlib.suppress(webbrowser.Error, OSError):
+        webbrowser.open(address)
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> str:

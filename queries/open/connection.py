@@ -68,6 +68,17 @@ def check_memory(size: str) -> str:
     return size.strip()
 
 
+def share_of(memory: str, parts: int) -> str:
+    """An equal part of some memory.
+
+    >>> share_of("300MB", 4), share_of("50%", 2)
+    ('75MB', '25%')
+    """
+    match = MEMORY_SIZE.fullmatch(memory)
+    assert match is not None
+    return f"{float(match[1]) / parts:g}{match[2]}"
+
+
 @dataclass(eq=False)
 class OpenedRuns:
     """The runs that a connection reads, without what was found damaged so far."""
@@ -434,12 +445,16 @@ def _store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa
     connection.unregister("content")
 
 
+def spill_directory(process_id: int) -> Path:
+    """Where a process puts what does not fit into memory. DuckDB removes it at a regular end."""
+    return Path(tempfile.gettempdir()) / f"headcount-{process_id}"
+
+
 def _lock_down(connection: duckdb.DuckDBPyConnection, runs: list[Run], memory: str) -> None:
     """Leave the runs readable and nothing else."""
     # A query too big for its memory may fill half of what is free there.
-    temporary = tempfile.gettempdir()
-    spill_directory = os.path.join(temporary, f"headcount-{os.getpid()}")
-    free_mebibytes = shutil.disk_usage(temporary).free // 2**20
+    spills = spill_directory(os.getpid())
+    free_mebibytes = shutil.disk_usage(spills.parent).free // 2**20
     paths = [str(run.directory.path) for run in runs]
     # DuckDB compares a path with these as the SQL writes it, so the escaped form is allowed too.
     allowed = dict.fromkeys([*map(text_literal, paths), *map(path_pattern, paths)])
@@ -448,7 +463,7 @@ def _lock_down(connection: duckdb.DuckDBPyConnection, runs: list[Run], memory: s
     for setting in (
         "parquet_metadata_cache = true",
         f"memory_limit = {text_literal(memory)}",
-        f"temp_directory = {text_literal(spill_directory)}",
+        f"temp_directory = {text_literal(str(spills))}",
         f"max_temp_directory_size = '{free_mebibytes // 2}MiB'",
         "autoinstall_known_extensions = false",
         "autoload_known_extensions = false",

@@ -14,7 +14,7 @@ from headcount.schemas.scans.kinds import TABLES
 class Source:
     """Committed rows of a table: all, or those that roll-ups do not have."""
 
-    name: str  # the name of its view in the schema `commit_log`
+    name: str  # the name of its view in the schema `internal`
     table: Table
     unrolled: bool = False
 

@@ -1,5 +1,6 @@
 """The sequences in which a head is most and least active, as excerpts of their text."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -10,6 +11,7 @@ from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.report.section import Array, Section
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
+from headcount.schemas.scans.kinds import STATISTICS
 from headcount.schemas.scans.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
@@ -46,6 +48,7 @@ class Excerpt:
     length: int  # tokens of the whole sequence
     tokens: list[str]  # text of each token, or its number if no tokenizer is at hand
     marked: list[int]  # indices of the tokens that the statistic is about
+    marks: str  # what these are
     weights: list[float] | None  # attention that each token receives; None if not measured
     pile_set_name: str | None
 
@@ -123,7 +126,8 @@ def read_examples(
         if sequence not in texts:
             texts[sequence] = _text(tokens, section.run["run_id"], models, examples)
         weights = received.get((*key[1:], sequence))
-        marked = marked_keys(key[0], tokens, weights)
+        marks = marked_keys(key[0], tokens, weights)
+        marked = marks.keys
         # Around the first marked token. Near the end it begins earlier and stays full.
         first = max(0, min(marked) - TOKENS_BEFORE_MARK) if marked else 0
         start = min(first, max(0, len(tokens) - EXCERPT_TOKENS))
@@ -135,6 +139,7 @@ def read_examples(
             len(tokens),
             texts[sequence][start:stop],
             [position - start for position in marked if start <= position < stop],
+            marks.meaning,
             weights[start:stop] if weights else None,
             sequences[sequence]["pile_set_name"],
         )
@@ -173,31 +178,49 @@ def extremes_sql(section: Section, statistic: str, heads: Sequence[Head]) -> str
     """
 
 
-def marked_keys(
-    statistic: str, tokens: Sequence[int], received: Sequence[float] | None
-) -> list[int]:
-    """The keys of a sequence that a statistic is about.
+WORDS_OF_MARKS = {
+    "first key": "The framed token is the first one, key 0.",
+    "successors": "Framed tokens follow an earlier copy of a token that comes again.",
+    "copies": "Framed tokens come again later.",
+}
+"""What a page says of the tokens that a statistic marks (`Formula.marks`)."""
 
-    If the attention that keys receive was measured, it is the key that receives most. Else it is
-    what the statistic counts, and for most statistics nothing.
 
-    >>> marked_keys("sink_mass", [5, 6, 7], None), marked_keys("entropy", [5, 6], [0.1, 0.9])
-    ([0], [1])
-    >>> marked_keys("induction_score", [5, 6, 7, 5], None)
+@dataclass(frozen=True)
+class Marks:
+    """The keys of a sequence that a statistic is about."""
+
+    keys: list[int]
+    meaning: str  # what a page says of them
+
+
+def marked_keys(statistic: str, tokens: Sequence[int], received: Sequence[float] | None) -> Marks:
+    """The keys of a sequence that a statistic is about: those that the registry says.
+
+    For other statistics it is the key that receives most, if what keys receive was measured.
+
+    >>> marked_keys("sink_mass", [5, 6, 7], None).keys, marked_keys("entropy", [5], [0.9]).keys
+    ([0], [0])
+    >>> marked_keys("sink_position", [5, 6, 7], None).keys
+    []
+    >>> marked_keys("induction_score", [5, 6, 7, 5], None).keys
     [1]
-    >>> marked_keys("duplicate_score", [5, 6, 7, 5], None)
+    >>> marked_keys("duplicate_score", [5, 6, 7, 5], None).keys
     [0]
     """
-    if statistic.startswith("sink_"):
-        return [0]
-    if statistic.startswith(("induction", "duplicate")):
-        copies = _earlier_copies(tokens)
-        step = 1 if statistic.startswith("induction") else 0
-        return sorted({key + step for key in copies})
+    # A statistic with options has their values behind its name.
+    function_name = re.sub(r"(_-?\d[\d.]*)+$", "", statistic)
+    functions = {formula.function_name: formula for formula in STATISTICS.values()}
+    marks = functions[function_name].marks if function_name in functions else ""
+    if marks:
+        copies = [] if marks == "first key" else _earlier_copies(tokens)
+        keys = [key + 1 for key in copies] if marks == "successors" else copies
+        return Marks([0] if marks == "first key" else sorted({*keys}), WORDS_OF_MARKS[marks])
     if received:
         # What is undefined receives nothing.
-        return [max(range(len(received)), key=lambda key: received[key] or 0.0)]
-    return []
+        most = max(range(len(received)), key=lambda key: received[key] or 0.0)
+        return Marks([most], "The framed token receives most attention.")
+    return Marks([], "")
 
 
 def _earlier_copies(tokens: Sequence[int]) -> list[int]:

@@ -43,7 +43,7 @@ def score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     return shifts(b_Q, k.mean(1, keepdim=True), b_K)[:, 0]
 
 
-@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, marks="first key")
 def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """What the query bias adds to the score of key 0.
 
@@ -55,7 +55,7 @@ def sink_score_shift(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     return shifts(b_Q, k[:, :1], b_K)[:, 0]
 
 
-@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, marks="first key")
 def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogitLead:
     """How much more the query bias adds to the score of key 0 than to the lowest of all keys.
 
@@ -68,7 +68,9 @@ def sink_score_shift_lead(b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogitLea
     return shift[:, 0] - shift.amin(1)
 
 
-@statistic("after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
+@statistic(
+    "after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, marks="first key"
+)
 def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> ScaledLogits:
     """How much more the query bias adds to the score of key 0 than to the mean key, over the second
     half of the queries.
@@ -87,7 +89,9 @@ def sink_shift_advantage(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
     return lead[:, pattern.n_ctx // 2 : pattern.window].mean(1)
 
 
-@statistic("after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions)
+@statistic(
+    "after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions, marks="first key"
+)
 def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> ScaledLogits:
     """How much q·k of key 0 exceeds that of the mean key, over the second half of the queries.
 
@@ -105,7 +109,11 @@ def sink_score_advantage(pattern: Pattern, q: Tensor, k: Tensor) -> ScaledLogits
     return (q * (k[:, :, :1] - mean)).sum(-1).mean(-1)
 
 
-@statistic("after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions_and_two)
+@statistic(
+    "after Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_fixed_positions_and_two,
+    marks="first key",
+)
 def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) -> Probability:
     """Mean attention to key 0 over the second half of the queries, if scores were only what the
     query bias adds.
@@ -123,7 +131,11 @@ def sink_mass_shift_only(pattern: Pattern, b_Q: Tensor, k: Tensor, b_K: Tensor) 
     return mass[:, pattern.n_ctx // 2 : pattern.window].mean(1)
 
 
-@statistic("after Ran-Milo et al. 2026, arXiv 2604.14722", defined=has_fixed_positions_and_two)
+@statistic(
+    "after Ran-Milo et al. 2026, arXiv 2604.14722",
+    defined=has_fixed_positions_and_two,
+    marks="first key",
+)
 def sink_mass_content_only(pattern: Pattern, b_Q: Tensor) -> Probability:
     """Mean attention to key 0 over the second half of the queries, if queries had no bias.
 
@@ -150,7 +162,7 @@ def has_two_effective_positions(effective: Tensor) -> Tensor:
     return has_effective_positions(effective) & (len(effective) > 1)
 
 
-@statistic(MAHMOOD, defined=has_effective_positions, of_directions=True)
+@statistic(MAHMOOD, defined=has_effective_positions, of_directions=True, marks="first key")
 def sink_position_cosine(q: Tensor, b_Q: Tensor, W_K: Tensor, effective: Tensor) -> Cosine:
     """Mean cosine of queries without their bias and the key of effective position 0, over the
     second half of the queries.

@@ -23,7 +23,9 @@ def after_copy(pattern: Pattern) -> Tensor:
     return pattern.lag(max(pattern.n_ctx // 2 - 1, 0))
 
 
-@statistic("TransformerLens demos", uniform_baseline=True, defined=has_repeated_half)
+@statistic(
+    "TransformerLens demos", uniform_baseline=True, defined=has_repeated_half, marks="successors"
+)
 def induction_diagonal(pattern: Pattern) -> Probability:
     """Mean attention along the whole induction diagonal of a repeated block.
 
@@ -38,7 +40,9 @@ def induction_diagonal(pattern: Pattern) -> Probability:
     return after_copy(pattern).mean(-1)
 
 
-@statistic("Olsson et al. 2022", uniform_baseline=True, defined=has_repeated_half)
+@statistic(
+    "Olsson et al. 2022", uniform_baseline=True, defined=has_repeated_half, marks="successors"
+)
 def induction_diagonal_strict(pattern: Pattern) -> Probability:
     """Mean attention of the second copy of a block to the token after the same place in the first
     copy.
@@ -52,7 +56,9 @@ def induction_diagonal_strict(pattern: Pattern) -> Probability:
     return after_copy(pattern)[..., -(pattern.n_ctx // 2) :].mean(-1)
 
 
-@statistic("TransformerLens demos", uniform_baseline=True, defined=has_repeated_half)
+@statistic(
+    "TransformerLens demos", uniform_baseline=True, defined=has_repeated_half, marks="copies"
+)
 def duplicate_diagonal(pattern: Pattern) -> Probability:
     """Mean attention of the second copy of a block to the same place in the first copy.
 

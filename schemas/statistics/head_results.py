@@ -61,7 +61,7 @@ def value_result_norm(v: Tensor, W_O: Tensor) -> Norm:
     return result_norms(v, W_O).mean(-1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835")
+@statistic("Guo et al. 2024, arXiv 2410.13835", marks="first key")
 def sink_value_result_norm(v: Tensor, W_O: Tensor) -> Norm:
     """Norm of the value vector at position 0 after W_O.
 

@@ -39,7 +39,12 @@ def mean_at_triggers(mass: Tensor, labels: Labels, others: bool = False) -> Tens
     return (mass * selected).sum(-1) / selected.sum(-1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers)
+@statistic(
+    "Guo et al. 2024, arXiv 2410.13835",
+    uniform_baseline=True,
+    defined=has_triggers,
+    marks="first key",
+)
 def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Probability:
     """Mean attention to key 0 of the queries that are labelled "trigger".
 
@@ -52,7 +57,12 @@ def sink_mass_triggers(pattern: Pattern, labels: Labels) -> Probability:
     return mean_at_triggers(pattern.key(0)[..., 1 : pattern.window], labels)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", uniform_baseline=True, defined=has_triggers)
+@statistic(
+    "Guo et al. 2024, arXiv 2410.13835",
+    uniform_baseline=True,
+    defined=has_triggers,
+    marks="first key",
+)
 def sink_mass_others(pattern: Pattern, labels: Labels) -> Probability:
     """Mean attention to key 0 of the queries that are not labelled "trigger".
 

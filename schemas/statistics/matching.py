@@ -59,7 +59,13 @@ def self_attention(pattern: Pattern) -> Probability:
     return pattern.lag(0).mean(-1)
 
 
-@statistic("Olsson et al. 2022", uniform_baseline=True, defined=has_copies, standard=True)
+@statistic(
+    "Olsson et al. 2022",
+    uniform_baseline=True,
+    defined=has_copies,
+    standard=True,
+    marks="successors",
+)
 def induction_score(pattern: Pattern, successors: Pairs) -> Probability:
     """Mean attention to the keys that follow an earlier copy of the query's token.
 
@@ -76,7 +82,11 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Probability:
 
 
 @statistic(
-    "TransformerLens head_detector", uniform_baseline=True, defined=has_copies, standard=True
+    "TransformerLens head_detector",
+    uniform_baseline=True,
+    defined=has_copies,
+    standard=True,
+    marks="copies",
 )
 def duplicate_score(pattern: Pattern, copies: Pairs) -> Probability:
     """Mean attention to earlier copies of the query's own token.

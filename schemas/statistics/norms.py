@@ -26,7 +26,7 @@ def value_norm(v: Tensor) -> Norm:
     return v.norm(dim=-1).mean(1)
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True)
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True, marks="first key")
 def sink_value_norm(v: Tensor) -> Norm:
     """Norm of the value vector at position 0.
 
@@ -50,7 +50,7 @@ def key_norm(k: Tensor) -> Norm:
     return k.norm(dim=-1).mean(1)
 
 
-@statistic("Gu et al. 2024, arXiv 2410.10781", standard=True)
+@statistic("Gu et al. 2024, arXiv 2410.10781", standard=True, marks="first key")
 def sink_key_norm(k: Tensor) -> Norm:
     """Norm of the key vector at position 0.
 
@@ -99,7 +99,7 @@ def resid_pre_norm(resid_pre: Tensor) -> Norm:
     return resid_pre.norm(dim=-1).mean(1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", standard=True)
+@statistic("Guo et al. 2024, arXiv 2410.13835", standard=True, marks="first key")
 def sink_resid_pre_norm(resid_pre: Tensor) -> Norm:
     """Norm of the residual stream before the layer at position 0; the same for all heads.
 
@@ -124,7 +124,7 @@ def resid_post_norm(resid_post: Tensor) -> Norm:
     return resid_post.norm(dim=-1).mean(1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", standard=True)
+@statistic("Guo et al. 2024, arXiv 2410.13835", standard=True, marks="first key")
 def sink_resid_post_norm(resid_post: Tensor) -> Norm:
     """Norm of the residual stream after the layer at position 0; the same for all heads.
 

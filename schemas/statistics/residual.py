@@ -5,7 +5,7 @@ from headcount.schemas.pattern import Tensor
 from headcount.schemas.units import Dimensions, ShareOfSquaredNorm
 
 
-@statistic("Sun et al. 2024, arXiv 2402.17762")
+@statistic("Sun et al. 2024, arXiv 2402.17762", marks="first key")
 def sink_resid_post_massive(resid_post: Tensor) -> Dimensions:
     """Number of massive dimensions of the residual stream after the layer at position 0; the same
     for all heads.
@@ -25,7 +25,7 @@ def sink_resid_post_massive(resid_post: Tensor) -> Dimensions:
     return ((first > 100) & (first > 1000 * median)).sum(-1).float()
 
 
-@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", of_directions=True)
+@statistic("Ran-Milo et al. 2026, arXiv 2604.14722", of_directions=True, marks="first key")
 def sink_resid_post_top3(resid_post: Tensor) -> ShareOfSquaredNorm:
     """Share of the three largest dimensions of the residual stream after the layer at position 0;
     the same for all heads.

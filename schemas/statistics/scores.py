@@ -8,7 +8,12 @@ from headcount.schemas.statistics.sink import has_two_positions
 from headcount.schemas.units import Cosine, Logits, LogitSpread
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_three_positions, standard=True)
+@statistic(
+    "Guo et al. 2024, arXiv 2410.13835",
+    defined=has_three_positions,
+    standard=True,
+    marks="first key",
+)
 def sink_logit_margin(pattern: Pattern) -> Logits:
     """How much the score of key 0 exceeds the mean score of the other earlier keys, on average.
 
@@ -21,7 +26,7 @@ def sink_logit_margin(pattern: Pattern) -> Logits:
     return (pattern.score(0) - pattern.earlier_score())[..., 2 : pattern.window].mean(-1)
 
 
-@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_two_positions)
+@statistic("Guo et al. 2024, arXiv 2410.13835", defined=has_two_positions, marks="first key")
 def sink_logit_spread(pattern: Pattern) -> LogitSpread:
     """Standard deviation over the queries of the score of key 0.
 
@@ -53,7 +58,12 @@ def has_fixed_positions_and_three(rotary: bool, pattern: Pattern) -> bool:
     return not rotary and has_three_positions(pattern)
 
 
-@statistic("Gu et al. 2024, arXiv 2410.10781", defined=has_fixed_positions, of_directions=True)
+@statistic(
+    "Gu et al. 2024, arXiv 2410.10781",
+    defined=has_fixed_positions,
+    of_directions=True,
+    marks="first key",
+)
 def sink_key_cosine(pattern: Pattern, q: Tensor, k: Tensor) -> Cosine:
     """Mean cosine of the angle between the queries and key 0.
 

@@ -13,7 +13,9 @@ def has_two_positions(pattern: Pattern) -> bool:
     return pattern.n_ctx >= 2
 
 
-@statistic("headcount", uniform_baseline=True, defined=has_two_positions, standard=True)
+@statistic(
+    "headcount", uniform_baseline=True, defined=has_two_positions, standard=True, marks="first key"
+)
 def sink_mass(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over the queries that see other keys.
 
@@ -25,7 +27,9 @@ def sink_mass(pattern: Pattern) -> Probability:
     return pattern.key(0)[..., 1 : pattern.window].mean(-1)
 
 
-@statistic("Gu et al. 2024, arXiv 2410.10781", uniform_baseline=True, standard=True)
+@statistic(
+    "Gu et al. 2024, arXiv 2410.10781", uniform_baseline=True, standard=True, marks="first key"
+)
 def sink_alpha(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over all queries, the first included.
 
@@ -37,7 +41,7 @@ def sink_alpha(pattern: Pattern) -> Probability:
     return pattern.key(0)[..., : pattern.window].mean(-1)
 
 
-@statistic(RAN_MILO, uniform_baseline=True, standard=True)
+@statistic(RAN_MILO, uniform_baseline=True, standard=True, marks="first key")
 def sink_mass_late(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over the second half of the queries.
 
@@ -49,7 +53,9 @@ def sink_mass_late(pattern: Pattern) -> Probability:
     return pattern.key(0)[..., pattern.n_ctx // 2 : pattern.window].mean(-1)
 
 
-@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True, standard=True)
+@statistic(
+    "Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True, standard=True, marks="first key"
+)
 def sink_mass_first4(pattern: Pattern) -> Probability:
     """Mean attention to the first four keys together, over the second half of the queries.
 
@@ -74,7 +80,7 @@ def late_mass(pattern: Pattern, first: int, last: int) -> Tensor:
     return total.mean(-1)
 
 
-@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True)
+@statistic("Xiao et al. 2023, arXiv 2309.17453", uniform_baseline=True, marks="first key")
 def sink_mass_first8(pattern: Pattern) -> Probability:
     """Mean attention to the first eight keys together, over the second half of the queries.
 
@@ -111,7 +117,7 @@ def second_key_mass_late(pattern: Pattern) -> Probability:
     return late_mass(pattern, 1, 1)
 
 
-@statistic(f"a reproduction of {RAN_MILO}")
+@statistic(f"a reproduction of {RAN_MILO}", marks="first key")
 def sink_rank_late(pattern: Pattern) -> Rank:
     """Mean rank of key 0 among the keys of a query by their attention, over the second half of the
     queries.
@@ -126,7 +132,7 @@ def sink_rank_late(pattern: Pattern) -> Rank:
     return 1 + pattern.above(1)[..., pattern.n_ctx // 2 : pattern.window].mean(-1)
 
 
-@statistic("Scheuer, attention-sink-profiler")
+@statistic("Scheuer, attention-sink-profiler", marks="first key")
 def sink_strongest_late(pattern: Pattern, *, keys: Count = 1) -> ShareOfQueries:
     """Share of the queries of the second half whose largest attention goes to one of the first
     keys.

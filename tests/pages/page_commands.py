@@ -34,7 +34,8 @@ from headcount import app
 FILE_TO_SAVE = re.compile(r"`([\w.-]+)`:\n\n```\w+\n(?P<content>.*?)```\n", re.DOTALL)
 
 BLOCK = re.compile(
-    r"(?P<excuse><!-- not run: .+ -->\n)?"
+    # An excuse is one line, and covers the block below it alone.
+    r"(?P<excuse>^<!-- not run: [^\n]+ -->\n)?"
     r"^```(?P<language>bash|python)\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )

@@ -1,5 +1,6 @@
 """The documentation is what the code says, and what it tells people to do works."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -251,6 +252,38 @@ def test_a_run_directory_is_as_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyP
     written_names = {path.name for path in run_directory.iterdir()} - {".lock"}
     # Only a shard that fails leaves a record in failures/, and only compaction writes roll-ups.
     assert written_names == drawn_names - {"failures", "rollups", "samples"}
+
+
+def test_each_folder_of_the_house_says_what_it_is_for() -> None:
+    page_text = (DOCS / "internals" / "how-it-works.md").read_text(encoding="utf-8")
+    _, _, places = page_text.partition("## Where things are")
+    folders = re.findall(r"^(\w+)/ ", places, re.MULTILINE)
+    assert {"headcount", *PACKAGES} <= {*folders}
+    assert [name for name in folders if not (ROOT / name / "README.md").is_file()] == []
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_contributing_exist() -> None:
+    lines = "\n".join(code_lines(CONTRIBUTING))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^make (\w+)", lines, re.MULTILINE))
+    assert targets
+    assert [name for name in targets if f"\n{name}:" not in makefile] == []
+    modules = re.findall(r"\.venv/bin/python -m (\S+)", lines)
+    assert {"pytest", "tests.pages.report_pictures"} <= {*modules}
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.long
+def test_the_tests_that_contributing_names_run() -> None:
+    commands = re.findall(r"^\.venv/bin/python (-m pytest [^#\n]+)", CONTRIBUTING, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        words = [sys.executable, *command.split()]
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout
 
 
 def test_every_field_of_a_scan_says_what_it_means() -> None:

@@ -14,7 +14,7 @@ import headcount
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.ask.named_queries import QUERIES, read_queries
 from tests import ROOT
-from tests.pages.page_commands import CommandBlock, follow_page, same_output
+from tests.pages.page_commands import CommandBlock, follow_page, same_output, steps_of
 
 TUTORIAL = ROOT / "docs" / "guide" / "tutorial.md"
 NAMED_QUERIES = ROOT / "docs" / "reference" / "queries.md"
@@ -76,6 +76,28 @@ def test_a_block_of_the_guide_that_is_not_run_says_what_it_needs() -> None:
             excused = excuse.fullmatch(above) is not None
             assert excused == above.startswith("<!-- not run"), f"{page.name}: {above}"
             assert excused or language != "py", f"{page.name}: {above}"
+
+
+RUNNABLE = re.compile(r"^```(?:bash|python)$", re.MULTILINE)
+
+EXCUSE = re.compile(r"^<!-- not run: .* -->\n```(?:bash|python)$", re.MULTILINE)
+"""A remark above a block, which says why this one is not run."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_of_a_page_is_run_or_has_an_excuse_of_its_own(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    blocks = [step for step in steps_of(text) if isinstance(step, CommandBlock)]
+    assert len(blocks) == len(RUNNABLE.findall(text)) - len(EXCUSE.findall(text))
+
+
+def test_an_excuse_covers_the_block_below_it_alone() -> None:
+    excuse = "<!-- not run: needs money -->\n"
+    page = "".join(
+        f"{above}```bash\n{number}\n```\n" for number, above in enumerate([excuse, "", excuse, ""])
+    )
+    blocks = [step for step in steps_of(page) if isinstance(step, CommandBlock)]
+    assert [block.commands for block in blocks] == [("1",), ("3",)]
 
 
 # The dashboard that refreshes, and the queries that its page gives to other tools

@@ -322,7 +322,7 @@ def test_times_that_python_cannot_hold_are_text():
     (batch,) = duckdb.connect().sql(sql).to_arrow_table().to_batches()
     assert list(rows_of(batch)) == [
         (
-            "+290000-01-01 00:00:00", "0000-01-01", "-infinity", {"at": ["infinity"]},
+            "290000-01-01 00:00:00", "0001-01-01 (BC)", "-infinity", {"at": ["infinity"]},
             "+290000-01-01 00:00:00+00:00", date(2020, 2, 29),
         )
     ]  # fmt: skip

@@ -134,19 +134,11 @@ ORDER BY ALL`;
   ];
 }
 
-// What frames say of tokens, by the beginning of a statistic's name.
-const FRAMED = {
-  sink_: "The framed token is the first one, key 0.",
-  induction: "Framed tokens follow an earlier copy of a token that comes again.",
-  duplicate: "Framed tokens come again later.",
-  "": "The framed token receives most attention.",
-};
-
 // What frames and grounds of tokens mean.
-export function markedText(statistic, rows) {
+export function markedText(rows) {
   const grounds = rows.some((row) => row.weights) ? "The stronger its ground, the more attention a token receives: point at it." : "";
-  if (!rows.some((row) => row.marked?.length)) return grounds;
-  return `${FRAMED[Object.keys(FRAMED).find((begin) => statistic.startsWith(begin))]} ${grounds}`.trim();
+  const framed = rows.find((row) => row.marked?.length);
+  return framed ? `${framed.marks} ${grounds}`.trim() : grounds;
 }
 
 // The tokens of a text, with a dash for what is cut off.
@@ -233,7 +225,7 @@ export function drawCard(card, chosen, onStatistic) {
     for (const [group, title] of [["most", "largest"], ["least", "smallest"]]) {
       const excerpts = card[group][one.name] ?? [];
       if (!excerpts.length) continue;
-      const note = [markedText(one.name, excerpts), card.note].filter(Boolean).join(" ");
+      const note = [markedText(excerpts), card.note].filter(Boolean).join(" ");
       parts.push(html("h4", {}, `Sequences with the ${title} ${one.name}`), html("p", { class: "note" }, note));
       parts.push(excerptList(excerpts, { statistic: one.name }));
     }

@@ -710,14 +710,14 @@ ORDER BY "${statistic}" ${lowest ? "" : "DESC"}
 LIMIT 3`;
   by("extremes-card").hidden = !isLive && !answer.rows.length;
   by("extremes-name").textContent = `Where ${label(chosen.head)} has the ${lowest ? "lowest" : "highest"} ${statistic}${chosen.brushes.size ? ", within the brushes" : ""}`;
-  by("text-note").textContent = [markedText(statistic, answer.rows), answer.note].filter(Boolean).join(" ");
+  by("text-note").textContent = [markedText(answer.rows), answer.note].filter(Boolean).join(" ");
   const onSequence = isLive && ((sequence) => choose({ sequence }, showAttention));
   const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], onSequence });
   by("extremes").replaceChildren(answer.rows.length ? list : html("p", { class: "note" }, "No sequence."));
   if (!isLive || !answer.rows.length) return;
   const texts = await tryToAsk({ kind: "texts", scope: scope(), sequences: answer.rows.map((row) => row.sequence), statistic, first: SNIPPET_TOKENS });
   if (!texts || turn !== turns.extremes) return;
-  by("text-note").textContent = [markedText(statistic, texts.rows), texts.note].filter(Boolean).join(" ");
+  by("text-note").textContent = [markedText(texts.rows), texts.note].filter(Boolean).join(" ");
   for (const row of texts.rows) by("extremes").querySelector(`[data-text="${row.sequence}"]`)?.replaceChildren(...tokenText({ ...row, length: row.n_tokens }));
 }
 

@@ -69,4 +69,5 @@ LEFT JOIN compared AS of_all
     AND of_all.intervention = effects.intervention
     AND of_all.statistic = effects.statistic
     AND of_all.layer IS NULL
-ORDER BY effects.run_id, effects.intervention, effects.input_family, effects.statistic, rank
+-- Whatever a limit leaves is the top of each run.
+ORDER BY rank, effects.run_id, effects.intervention, effects.input_family, effects.statistic

@@ -78,4 +78,5 @@ SELECT
 FROM adjusted
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
 LEFT JOIN uniform_baselines USING (run_id)
-ORDER BY run_id, intervention, input_family, rank, layer, head
+-- Whatever a limit leaves is the top of each run.
+ORDER BY rank, run_id, intervention, input_family, layer, head

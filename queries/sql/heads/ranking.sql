@@ -55,4 +55,5 @@ SELECT
     p, adjusted_p(p, scaled, run_id, intervention, input_family, scaled.statistic) AS q
 FROM scaled
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id)
-ORDER BY run_id, intervention, input_family, rank, layer, head
+-- Whatever a limit leaves is the top of each run.
+ORDER BY rank, run_id, intervention, input_family, layer, head

@@ -93,4 +93,5 @@ SELECT
     first_resid / nullif(other_resid, 0) AS resid_pre_norm_ratio,
     sequences, p, q
 FROM adjusted
-ORDER BY run_id, intervention, input_family, rank, layer, head
+-- Whatever a limit leaves is the top of each run.
+ORDER BY rank, run_id, intervention, input_family, layer, head

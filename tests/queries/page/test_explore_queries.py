@@ -19,7 +19,8 @@ import pytest
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.explore import opened
 from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
-from headcount.queries.explore.query_engine import MOST_ROWS, Engine
+from headcount.queries.explore.query_engine import Engine
+from headcount.queries.explore.sql_process import MOST_ROWS
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.files.run_directory import RunDirectory
 from tests.toys.toy_runs import Entry, Row, flip_middle_bit, one_line, write_run
