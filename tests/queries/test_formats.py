@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from datetime import date
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.command_line import main
-from headcount.queries.ask.answers import rows_of, run_query
+from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.formats import Format, write
 from headcount.queries.ask.text_tables import write_table
 from headcount.queries.open.connection import connect
@@ -311,18 +310,3 @@ def test_markdown_is_a_table_that_no_text_can_leave(small: Path, tmp_path: Path)
         "|---|---|---:|---|---|---|",
         "| a\\|b | \\<script\\> | 0.1 | – | \\[1, null\\] | two\\\\nlines |",
     ]
-
-
-def test_times_that_python_cannot_hold_are_text():
-    sql = """
-        SELECT TIMESTAMP '290000-01-01' AS far, DATE '0001-01-01' - 366 AS year_0,
-            TIMESTAMP '-infinity' AS before, {'at': [DATE 'infinity']} AS inner,
-            TIMESTAMPTZ '290000-01-01 00:00:00+00' AS zoned, DATE '2020-02-29' AS day
-    """
-    (batch,) = duckdb.connect().sql(sql).to_arrow_table().to_batches()
-    assert list(rows_of(batch)) == [
-        (
-            "290000-01-01 00:00:00", "0001-01-01 (BC)", "-infinity", {"at": ["infinity"]},
-            "+290000-01-01 00:00:00+00:00", date(2020, 2, 29),
-        )
-    ]  # fmt: skip

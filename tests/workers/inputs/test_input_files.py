@@ -147,8 +147,8 @@ FAR = 2**62
 LONG = "9" * 5000
 COLUMNS: dict[str, tuple[Any, str]] = {
     "far": (pa.array([FAR], pa.timestamp("us")), "148108-07-06 14:00:27.387904"),
-    "zone": (pa.array([0], pa.timestamp("us", "Mars/Olympus")), "1970-01-01 00:00:00+00:00"),
-    "year_0": (pa.array([-719528], pa.date32()), "0000-01-01"),
+    "zone": (pa.array([0], pa.timestamp("us", "Mars/Olympus")), "1970-01-01 00:00:00+00"),
+    "year_0": (pa.array([-719528], pa.date32()), "0001-01-01 (BC)"),
     "last": (pa.array([2**31 - 1], pa.date32()), "infinity"),
     "inner": (
         pa.array([[{"at": FAR}]], pa.list_(pa.struct([("at", pa.timestamp("us"))]))),
