@@ -295,7 +295,7 @@ def scan(
             try:
                 preparation = Preparation(resources, console, verify_corpus)
                 name = requested.file.stem
-                scan_plan = make_plan(requested.scan, name, run, preparation, new)
+                scan_plan = make_plan(requested.scan, name, run, preparation, new, allow_other_code)
             except HeadcountError as error:
                 # Of several scans, the error says which one it is about.
                 words = [word for each in requested.overrides for word in ("--set", each)]
