@@ -31,7 +31,7 @@ from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import OtherRunError, RunError, ScanError, counted
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
-from headcount.schemas.files.places import names, place, write_whole
+from headcount.schemas.files.places import check_directory, names, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, override_fields, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
@@ -109,6 +109,7 @@ def make_plan(
 
     `allow_other_code` as in `plan_run`.
     """
+    check_directories(scan)
     resolved = resolve(scan)
     run = RunDirectory.of(scan.out, resolved.scan.run_id(name) if run_id is None else run_id)
     if run_id is None:
@@ -117,6 +118,13 @@ def make_plan(
     if run_id is not None and not run.manifest_file.is_file():
         raise RunError(f"{run.path}: no such run to continue; without --run the scan starts one")
     return plan_run(resolved, run, preparation, allow_other_code=allow_other_code)
+
+
+def check_directories(scan: Scan) -> None:
+    """Refuse directories of runs and corpora that cannot be written to."""
+    check_directory("out", scan.out)
+    if scan.corpora is not None:
+        check_directory("corpora", scan.corpora)
 
 
 def plan_run(
@@ -352,6 +360,7 @@ def replan(
         fields["revision"] = None
     # A manifest does not record where the run lies, because a run may be moved.
     scan = parse_scan(fields | {"out": str(run.path.parent)})
+    check_directories(scan)
     return plan_run(resolve(scan), run, preparation, allow_other_code=allow_other_code)
 
 
