@@ -139,6 +139,16 @@ def _measured(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{WORDS[field]} {name}": of[name] for field, of in records.items() for name in of}
 
 
+def check_code_of_run(run: RunDirectory, manifest: Manifest | None, code: str) -> None:
+    """Refuse code that has no part in a run yet; `manifest` is none if the run is new."""
+    if manifest is not None and code not in manifest.codes:
+        raise RunError(
+            f"{run.run_id}: begun with code {manifest.code}, and the code here is {code}, which "
+            "may measure something else; --allow-other-code continues it, and every shard says "
+            "which code measured it; or headcount scan --new starts another run"
+        )
+
+
 def begun_precisions(run: RunDirectory) -> frozenset[str]:
     """The precision of a run's shards, for replicas to compare with their own; or empty."""
     commit = run.any_commit()

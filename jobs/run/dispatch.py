@@ -88,10 +88,14 @@ def dispatch(
     resources: Resources,
     say: Callable[[str], None],
     replica_class: type[Replica] = Replica,
+    begin: Callable[[], None] = lambda: None,
 ) -> Generator[Commit | Failure, None, None]:
-    """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
+    """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives.
+
+    `begin` is called once the first replica is loaded, and before it gets a shard.
+    """
     with ray_in_words(plan.run.run_id):
-        dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
+        dispatcher = _Dispatcher(plan, shards, resources, say, replica_class, begin)
         try:
             yield from dispatcher.outcomes()
         finally:
@@ -144,8 +148,10 @@ class _Dispatcher:
         resources: Resources,
         say: Callable[[str], None],
         replica_class: type[Replica],
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan = plan
+        self.begin: Callable[[], None] | None = begin  # none once it was called
         self.resources = resources
         self.say = say
         self.is_open = np.zeros(plan.manifest.shards, bool)  # whether a shard needs an outcome
@@ -326,6 +332,9 @@ class _Dispatcher:
                 raise RunError(f"no replica can be made: {last_line(str(error))}") from None
             self._await_start(replica)
         else:
+            if self.begin is not None:
+                self.begin()
+                self.begin = None
             replica.readiness = None
             replica.place = place
             replica.notice = replica.actor.told_to_leave.remote()

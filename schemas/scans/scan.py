@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from headcount.schemas.errors import ScanError, unknown
-from headcount.schemas.files.places import place
+from headcount.schemas.files.places import check_address, check_on_disk, place
 from headcount.schemas.formula_kinds import CURVES, PROFILES, WEIGHT_STATISTICS
 from headcount.schemas.formulas import Computed, Formula, Kind, check_names
 from headcount.schemas.scans.intervention import NONE, Intervention
@@ -257,6 +257,7 @@ def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
 
 def read_fields(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """The fields of a scan file with each `key=value` put in; nothing is validated."""
+    check_on_disk(path)
     try:
         # Editors on Windows begin files with a mark of the encoding, which utf-8-sig skips.
         fields = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -391,6 +392,9 @@ def _check_gradients(scan: Scan) -> None:
 
 def _check_paths(scan: Scan) -> None:
     """Refuse names that no file system takes, and directories that cannot hold runs."""
+    inputs = [scan.input.options.get(option) for option in ("files", "text", "dataset")]
+    for _, text in [("", scan.model), *_texts(inputs)]:
+        check_address(text)
     paths = {"model": scan.model, "out": scan.out, "corpora": scan.corpora or "corpora"}
     for key, path in paths.items():
         longest = max(path.split("/"), key=len)
