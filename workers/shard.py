@@ -56,6 +56,7 @@ def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput, attempt: i
 def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
     """Measure a shard under every intervention of the scan."""
     began = time.perf_counter()
+    replica.tokens_measured = 0
     idle_seconds = 0.0 if replica.free_since is None else began - replica.free_since
     measured = {
         str(intervention): replica.measure(shard.tokens, intervention, shard.labels, shard.partner)

@@ -28,6 +28,7 @@ from headcount.jobs.plan.identity import (
     with_advice,
 )
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
+from headcount.jobs.resources import Resources
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import OtherRunError, RunError, ScanError, counted
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
@@ -43,6 +44,9 @@ REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 
 PLACES = ("model", *(f"input.{option}" for option in FILE_OPTIONS))
 """Fields of a scan that say where something lies. What lies there is known by its content."""
+
+SHARD_OPERATIONS = 3e12
+"""What a shard takes at most on a CPU, if the scan does not say: a minute at 50 GFLOP/s."""
 
 SETTABLE = (*REMEMBERED, *PLACES)  # what may change when a run continues
 
@@ -143,8 +147,9 @@ def plan_run(
     An estimate is not for measuring: of a corpus whose tokens are not there, only a portion is
     read. If the token store has all that the scan needs, it is exact.
     """
-    scan, sequences, corpora = resolved.scan, resolved.sequences, corpora_of(resolved.scan)
     previous = run.manifest() if run.manifest_file.is_file() else None
+    resolved = with_shards(resolved, previous, preparation.resources or Resources())
+    scan, sequences, corpora = resolved.scan, resolved.sequences, corpora_of(resolved.scan)
     corpus, has_new_index, estimate = None, False, None
     # `rm` deletes the manifest first. If it was killed then, commits are left, and a new run would
     # count their rows as its own.
@@ -189,6 +194,28 @@ def plan_run(
         has_new_index=has_new_index,
         estimate=estimate,
     )
+
+
+def with_shards(
+    resolved: ResolvedScan, previous: Manifest | None, resources: Resources
+) -> ResolvedScan:
+    """A scan with its `sequences_per_shard`: if it names none, those of its run, or, as that
+    begins, what a CPU measures in about a minute.
+    """
+    scan, info, per_shard = resolved.scan, resolved.info, resolved.scan.sequences_per_shard
+    if scan.names_shards:
+        return resolved
+    if previous is not None:
+        per_shard = int(previous.identity["scan"]["sequences_per_shard"])
+    elif resources.on_cpu:
+        # Two for each weight, and a layer has about 12 d_model² weights.
+        operations = 2 * 12 * info.n_layers * info.d_model**2
+        sequences = SHARD_OPERATIONS / operations / scan.n_ctx / len(scan.interventions)
+        per_shard = min(per_shard, max(1, int(sequences)))
+    shards = {"sequences_per_shard": per_shard}
+    scan = resolved.sequences.scan = scan.model_copy(update=shards)
+    identity = resolved.identity | {"scan": resolved.identity["scan"] | shards}
+    return replace(resolved, scan=scan, identity=identity)
 
 
 def _lacks_shards(run: RunDirectory, manifest: Manifest, scan: Scan) -> bool:

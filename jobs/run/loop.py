@@ -21,8 +21,9 @@ from headcount.jobs.plan.identity import begun_precisions, check_code_of_run
 from headcount.jobs.plan.plan import Plan, check_unextended, extend
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.lock import locked
-from headcount.jobs.run.progress import WholeProgress, show_progress
+from headcount.jobs.run.progress import WholeProgress, shown_progress
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
+from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.compaction import clean
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
 from headcount.schemas.errors import RunError, SilentStoreError, counted
@@ -95,23 +96,31 @@ def run_to_end(
         )
         failures: list[Failure] = []
         if len(requested):
-            if resources.replicas:
-                # Ray takes a second to import.
-                from headcount.jobs.cluster.ray_cluster import connect
-                from headcount.jobs.run.dispatch import dispatch
-
-                measured = dispatch(plan, requested, connect(resources), tell, replica_class, begin)
-            else:
-                make = replica_class if models is None else partial(replica_class, load=models.load)
-                measured = measure_in_process(
-                    plan, requested, resources.device, resources.cores, make, begin
-                )
             tokens_done = plan.tokens - tokens_of(plan, requested)
-            # An error keeps a generator alive. Closed here, replicas end while there is still a
-            # Ray. Nothing is measured before `show_progress` asks for outcomes.
-            with closing(measured), finishing_work_in_hand():
-                outcomes = followed(run, measured, tell, stop_at_failure)
-                failures = show_progress(outcomes, plan.tokens, tokens_done, console, all_runs)
+            words = "waiting for replicas" if resources.replicas else "loading the model"
+            with shown_progress(console, plan.tokens, tokens_done, words, all_runs) as progress:
+                if resources.replicas:
+                    # Ray takes a second to import.
+                    from headcount.jobs.cluster.ray_cluster import connect
+                    from headcount.jobs.run.dispatch import dispatch
+
+                    cluster = connect(resources)
+                    measured = dispatch(
+                        plan, requested, cluster, tell, replica_class, begin, progress.measured
+                    )
+                else:
+                    make = replica_class
+                    if models is not None:
+                        make = partial(replica_class, load=models.load)
+                    measured = measure_in_process(
+                        plan, requested, resources, make, begin, progress.measured
+                    )
+                # An error keeps a generator alive. Closed here, replicas end while there is still a
+                # Ray.
+                with closing(measured), finishing_work_in_hand():
+                    for outcome in followed(run, measured, tell, stop_at_failure):
+                        progress.note(outcome)
+            failures = progress.failures
         elif previous is None or plan.code in previous.codes or allow_other_code:
             begin()
         if not failures and len(requested) == len(missing):
@@ -281,17 +290,19 @@ def _check_failure(run_id: str, failure: Failure, in_a_row: int, stop_at_failure
 def measure_in_process(
     plan: Plan,
     shards: np.ndarray,
-    device: str,
-    cores: int = 0,
+    resources: Resources,
     make_replica: Callable[[ModelInfo, Scan, str], Replica] = Replica,
     begin: Callable[[], None] = lambda: None,
+    measured: Callable[[int, int], None] = lambda shard, tokens: None,
 ) -> Generator[Commit | Failure, None, None]:
     """Measure `shards` in turn; yields each commit and failure. SIGTERM ends it after a shard.
 
-    `begin` is called once the replica is there, and before the first shard.
+    `begin` is called once the replica is there, and before the first shard; `measured` with how
+    many tokens of a shard are measured, after each batch.
     """
-    device = resolve_device(device)
-    prepare_process(threads=cores or None)
+    device = resolve_device(resources.device)
+    prepare_process(threads=resources.cores or None)
+    phases.note("loading the model")
     replica = make_replica(plan.info, plan.scan, device)
     check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
     begin()
@@ -303,6 +314,8 @@ def measure_in_process(
         if shard in elsewhere:
             continue
         attempt = attempts.failed(shard) + 1
+        replica.after_batch = partial(measured, shard)
+        measured(shard, 0)
         try:
             outcome = committed_shard(plan.run, shard, int(plan.manifest.stops(shard)))
             if outcome is None:
