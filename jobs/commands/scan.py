@@ -304,9 +304,7 @@ def scan(
             preparation = Preparation(resources, console, verify_corpus)
             name = requested.file.stem
             with _about(requested) if scans[1:] else nullcontext():
-                scan_plan = make_plan(
-                    requested.scan, name, run, preparation, new, allow_other_code
-                )
+                scan_plan = make_plan(requested.scan, name, run, preparation, new, allow_other_code)
             prepare_run(scan_plan, requested.text)
             if new:
                 # The same command would start one more.

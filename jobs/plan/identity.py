@@ -98,9 +98,7 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     identity = json.loads(json.dumps(resolved.identity))
     if not resolved.scan.names_shards:
         # Then a run keeps the shards that it was begun with, on whatever machine.
-        identity["scan"]["sequences_per_shard"] = manifest.identity["scan"][
-            "sequences_per_shard"
-        ]
+        identity["scan"]["sequences_per_shard"] = manifest.identity["scan"]["sequences_per_shard"]
     # The files come first: a changed configuration explains what follows.
     files, files_now = manifest.model.get("files", {}), dict(resolved.info.files)
     changes = [

@@ -100,18 +100,11 @@ def run_to_end(
             words = "waiting for replicas" if resources.replicas else "loading the model"
             with shown_progress(console, plan.tokens, tokens_done, words, all_runs) as progress:
                 if resources.replicas:
-                    # Ray takes a second to import.
-                    from headcount.jobs.cluster.ray_cluster import connect
-                    from headcount.jobs.run.dispatch import dispatch
-
-                    cluster = connect(resources)
-                    measured = dispatch(
-                        plan, requested, cluster, tell, replica_class, begin, progress.measured
+                    measured = dispatched(
+                        plan, requested, resources, tell, replica_class, begin, progress.measured
                     )
                 else:
-                    make = replica_class
-                    if models is not None:
-                        make = partial(replica_class, load=models.load)
+                    make = partial(replica_class, load=models.load) if models else replica_class
                     measured = measure_in_process(
                         plan, requested, resources, make, begin, progress.measured
                     )
@@ -124,21 +117,40 @@ def run_to_end(
         elif previous is None or plan.code in previous.codes or allow_other_code:
             begin()
         if not failures and len(requested) == len(missing):
-            try:
-                # Then a bare glob is right, too.
-                clean(run, tell)
-            except OSError as error:
-                tell(
-                    f"warning: {run.path} is complete, but files of lost attempts cannot be "
-                    f"deleted ({reason(error)}): a bare glob counts their rows twice, headcount "
-                    "query does not"
-                )
+            _clean(run, tell)
     for failure in failures[:FAILURES_SHOWN]:
         tell(f"shard {failure.shard} failed: {failure.error}")
     if len(failures) > FAILURES_SHOWN:
         more = len(failures) - FAILURES_SHOWN
         tell(f"and {more:,} more shards failed: headcount status {run.path}")
     return failures
+
+
+def _clean(run: RunDirectory, tell: Callable[[str], None]) -> None:
+    """Delete what lost attempts have left in a complete run: then a bare glob is right, too."""
+    try:
+        clean(run, tell)
+    except OSError as error:
+        tell(
+            f"warning: {run.path} is complete, but files of lost attempts cannot be deleted "
+            f"({reason(error)}): a bare glob counts their rows twice, headcount query does not"
+        )
+
+
+def dispatched(
+    plan: Plan,
+    shards: np.ndarray,
+    resources: Resources,
+    tell: Callable[[str], None],
+    replica_class: type[Replica],
+    begin: Callable[[], None],
+    measured: Callable[[int, int], None],
+) -> Generator[Commit | Failure, None, None]:
+    """Measure `shards` on Ray, which takes a second to import."""
+    from headcount.jobs.cluster.ray_cluster import connect
+    from headcount.jobs.run.dispatch import dispatch
+
+    return dispatch(plan, shards, connect(resources), tell, replica_class, begin, measured)
 
 
 def refuse_failures(failures: Mapping[RunDirectory, list[Failure]]) -> None:

@@ -135,7 +135,9 @@ def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
     printer = threading.Thread(target=print_lines, daemon=True)
     _LINES.append(has_ended)
     try:
-        with rich.progress.Progress(*columns, console=console, disable=not on_terminal, transient=True) as bars:
+        with rich.progress.Progress(
+            *columns, console=console, disable=not on_terminal, transient=True
+        ) as bars:
             task = bars.add_task(title, total=None, state="", visible=False)
             if not on_terminal:
                 printer.start()
