@@ -25,6 +25,7 @@ from headcount.jobs.commands.options import (
 from headcount.jobs.console import say
 from headcount.schemas.errors import RunError, ScanError, counted, unknown
 from headcount.schemas.files.places import check_directory
+from headcount.schemas.registry import check_docstrings
 
 if TYPE_CHECKING:
     from headcount.reproduce.replication import Replication
@@ -124,6 +125,7 @@ def reproduce(
     if not names and not every:
         raise ScanError("expected the name of a replication, or --all; --list names them")
     selection = replications() if every else find_replications(names or [])
+    check_docstrings()
     if file is not None:
         _check_output(file, ".json")
     text_by_replication = texts_of_replications(text_files or [], selection)

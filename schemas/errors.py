@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 LONGEST_NAME = 200  # characters of an unknown name that an error repeats
 
-NEAR, VERY_NEAR = 0.5, 0.85
-"""How alike two names are if one may have been meant by the other, and if several may be named."""
+NEAR, NEAR_WORD, VERY_NEAR = 0.5, 0.6, 0.85
+"""How alike two names are if one may have been meant by the other, two words of such names, and
+names of which several may be said.
+"""
 
 MOST_NEAR = 3  # near names that an error names
 MOST_LISTED = 24  # known names that an error lists; of more it says what lists them
@@ -21,7 +23,6 @@ LISTINGS = {
     "prediction": "docs/reference/predictions.md",
     "weight statistic": "docs/reference/weights.md",
     "key": "docs/reference/scan.md",
-    "scan or field": "docs/reference/scan.md",
     "view": "headcount query RUNS",
     "query": "headcount query RUNS",
     "replication": "headcount reproduce --list",
@@ -106,7 +107,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 def near_names(name: str, known: Sequence[str]) -> list[str]:
     """The known names that may have been meant, the nearest first.
 
-    Where the names have as many words, each is near the other: `ablate_head` is not `patch_head`.
+    Each word is near a word of theirs: `ablate_head` is not `patch_head`.
 
     >>> near_names("zero_heads", ["keep_head", "zero_head", "zero_mlp", "zero_heard"])
     ['zero_head', 'zero_heard']
@@ -114,12 +115,16 @@ def near_names(name: str, known: Sequence[str]) -> list[str]:
     []
     """
 
+    def words_of(text: str) -> list[str]:
+        # Numbers count only in how alike the whole names are.
+        return re.findall(r"[^\W\d_]+", text.lower())
+
     def is_near(other: str) -> bool:
-        words, other_words = (re.findall(r"[^\W_]+", text.lower()) for text in (name, other))
-        if len(words) != len(other_words):
-            return True
-        pairs = zip(words, other_words, strict=True)
-        return all(difflib.SequenceMatcher(None, *pair).ratio() >= NEAR for pair in pairs)
+        words, other_words = words_of(name), words_of(other)
+        is_one_word = len(words) == len(other_words) == 1
+        return is_one_word or all(
+            difflib.get_close_matches(word, other_words, cutoff=NEAR_WORD) for word in words
+        )
 
     candidates = difflib.get_close_matches(name, known, n=len(known) or 1, cutoff=NEAR)
     nearest = [other for other in candidates if is_near(other)][:MOST_NEAR]

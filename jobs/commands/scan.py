@@ -112,13 +112,13 @@ def plan(
     check_directories(parsed_scan)
     resolved = resolve(parsed_scan)
     first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
-    run = find_run(resolved, first_run, new)
+    run, alike = find_run(resolved, first_run, new)
     # A scan that cannot run is refused before any text is tokenised.
     rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
     if run.manifest_file.is_file():
         precision = rehearsal.settlement.precision
         check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
-    scan_plan = plan_run(resolved, run, is_estimate=True)
+    scan_plan = plan_run(resolved, run, is_estimate=True, alike=alike)
     console = Console(highlight=False)
     _print_fields(console, scan_plan, parsed_scan, every)
     cost = rehearsal.measure(scan_plan)

@@ -116,12 +116,13 @@ def make_plan(
     check_directories(scan)
     resolved = resolve(scan)
     run = RunDirectory.of(scan.out, resolved.scan.run_id(name) if run_id is None else run_id)
+    alike: tuple[RunDirectory, ...] = ()
     if run_id is None:
-        run = find_run(resolved, run, new)
+        run, alike = find_run(resolved, run, new)
     phases.about(run)
     if run_id is not None and not run.manifest_file.is_file():
         raise RunError(f"{run.path}: no such run to continue; without --run the scan starts one")
-    return plan_run(resolved, run, preparation, allow_other_code=allow_other_code)
+    return plan_run(resolved, run, preparation, alike=alike, allow_other_code=allow_other_code)
 
 
 def check_directories(scan: Scan) -> None:
@@ -136,9 +137,11 @@ def plan_run(
     run: RunDirectory,
     preparation: Preparation = HERE,
     is_estimate: bool = False,
+    alike: Sequence[RunDirectory] = (),
     allow_other_code: bool = True,
 ) -> Plan:
-    """Plan one run, which fits what lies in its directory already.
+    """Plan one run, which fits what lies in its directory already, or one of those that are `alike`
+    if it has the same corpus.
 
     Without `allow_other_code`, code that has no part in the run yet is refused as soon as it is
     known that something is to be measured: the loop would refuse it only after the tokens were
@@ -172,6 +175,9 @@ def plan_run(
             sequences = estimate.sample
         else:
             corpus, has_new_index = index_run(run, previous, sequences, corpora, preparation)
+            same = next((other for other in alike if corpus.is_the_one_of(other)), None)
+            if previous is None and same is not None:
+                return plan_run(resolved, same, preparation, allow_other_code=allow_other_code)
     except OtherRunError as error:
         raise with_advice(run, error) from None
 

@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -63,6 +63,9 @@ GRADIENT_PRECISIONS = ("auto", "float32", "float64")
 
 CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_rows_in_a_row")
 """Fields that say how, how much and where. A run is found again if only these differ."""
+
+UNORDERED = ("files", "columns", "where")
+"""Options of inputs whose lists mean the same in any order."""
 
 LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse"}
 """Values with which a field is no part of what rows mean."""
@@ -215,11 +218,18 @@ class Scan(Measured):
         """What rows mean, as a run's manifest keeps it.
 
         Kinds without a formula, and what `LEFT_OUT` names, are left out. So scans from before these
-        fields existed keep their fingerprint.
+        fields existed keep their fingerprint. Lists are sorted where the order means nothing.
         """
         unused = {kind.field for kind in KINDS if not self.names(kind)}
         unused |= {field for field, value in LEFT_OUT.items() if getattr(self, field) == value}
-        return self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
+        record = self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
+        for kind in KINDS:
+            if isinstance(record.get(kind.field), list):
+                record[kind.field].sort()
+        # The untouched model comes first, as nearly every scan has it.
+        texts = sorted(map(str, self.interventions))
+        record["interventions"] = sorted(texts, key=str(NONE).__ne__)
+        return record | {"input": in_one_order(record["input"])}
 
     @property
     def fingerprint(self) -> str:
@@ -236,6 +246,24 @@ class Scan(Measured):
     def run_id(self, name: str) -> str:
         """The id of the run of this scan. The same scan has the same id and finds its run again."""
         return f"{safe_name(name)}-{self.fingerprint}"
+
+
+def in_one_order(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an input, those of `UNORDERED` with sorted lists.
+
+    >>> in_one_order({"where": {"lang": ["en", "de"]}, "keys": ["b", "a"]})
+    {'where': {'lang': ['de', 'en']}, 'keys': ['b', 'a']}
+    """
+
+    def ordered(value: Any) -> Any:  # noqa: ANN401 - whatever TOML holds
+        if isinstance(value, dict):
+            return {key: ordered(item) for key, item in cast("dict[str, Any]", value).items()}
+        # Numbers and texts may stand in one list.
+        return (
+            sorted(cast("list[Any]", value), key=json.dumps) if isinstance(value, list) else value
+        )
+
+    return {name: ordered(v) if name in UNORDERED else v for name, v in options.items()}
 
 
 def safe_name(name: str) -> str:
