@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import typer
 import typer.main
@@ -48,7 +49,23 @@ MODULES = {name: module for panel in PANELS.values() for name, module in panel.i
 
 @cache
 def _group(module: str) -> TyperGroup:
-    return typer.main.get_group(import_module(f"headcount.{module}").commands)
+    group = typer.main.get_group(import_module(f"headcount.{module}").commands)
+    for command in group.commands.values():
+        for parameter in command.params:
+            # A `Path` would make one slash of two, and the file would lie where nobody looks.
+            annotation = parameter.type_descriptor.annotation
+            if Path in (annotation, *get_args(annotation)):
+                parameter.callback = _check_on_disk
+    return group
+
+
+def _check_on_disk(context: object, parameter: object, value: Any) -> Any:  # noqa: ANN401
+    from headcount.schemas.files.places import check_on_disk
+
+    for path in value if isinstance(value, list | tuple) else [value]:
+        if path is not None:
+            check_on_disk(path)
+    return value
 
 
 class Commands(Mapping[str, Any]):

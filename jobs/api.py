@@ -61,7 +61,8 @@ def run_scan(
     resources = Resources(replicas, cores, device, address)
     resources.check_here()
     with phases.taken():
-        plan = make_plan(scan, name, None, Preparation(resources, console), new)
+        preparation = Preparation(resources, console)
+        plan = make_plan(scan, name, None, preparation, new, allow_other_code=False)
         if calibrates is not None:
             manifest = plan.manifest.model_copy(update={"calibrates": calibrates})
             plan = replace(plan, manifest=manifest)

@@ -49,6 +49,13 @@ class Resources:
             )
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether replicas surely compute on CPUs. Of a cluster, nobody knows before."""
+        if self.device == "auto":
+            return self.cluster is None and not available_gpus()
+        return self.device == "cpu"
+
+    @property
     def cluster(self) -> str | None:
         """Address of the cluster to join; none if Ray is started here, or not needed."""
         return self.address or (os.environ.get(JOB_ADDRESS) if self.replicas else None)

@@ -32,7 +32,7 @@ from headcount.queries.open.connection import MEMORY, OPENED, check_memory, view
 from headcount.queries.open.run import read_runs
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import QueryError, printable, unknown
-from headcount.schemas.files.places import absolute
+from headcount.schemas.files.places import absolute, check_on_disk
 from headcount.schemas.scans.arguments import Location, Name, checked
 from headcount.schemas.scans.values import Count, Positive
 from headcount.schemas.text_columns import in_columns
@@ -262,6 +262,7 @@ class Head:
     @checked(QueryError)
     def save(self, path: Location) -> Path:
         """Write the card to an HTML file."""
+        check_on_disk(path)
         file = Path(path)
         check_suffix(file, ".html", ".htm")
         try:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from headcount.jobs.corpus.preparation import FOLDER, HERE, Preparation
+from headcount.jobs.plan.identity import find_run, without_model
 from headcount.jobs.plan.plan import Plan, plan_run, prepare_run
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
 from headcount.jobs.resources import Resources
@@ -71,8 +72,9 @@ def plan_replication(
 
     # The name of the directory needs all resolved scans, and every plan needs the directory.
     # `out` is no part of what a scan measures.
+    # Nor is it what the model is called and where it lies.
     identities = {
-        name: [resolved.identity, resolved.meanings, resolved.scan.sequences]
+        name: [without_model(resolved.identity), resolved.meanings, resolved.scan.sequences]
         for name, resolved in scans.items()
     }
     content = json.dumps(identities, sort_keys=True, default=str)
@@ -82,7 +84,7 @@ def plan_replication(
         # Runs of one replication lie in many directories, and read the same texts.
         corpora = resolved.scan.corpora or str(place(out) / FOLDER)
         scan = resolved.scan.model_copy(update={"out": directory, "corpora": corpora})
-        run = RunDirectory.of(directory, scan.run_id(name))
+        run, _ = find_run(resolved, RunDirectory.of(directory, scan.run_id(name)), new=False)
         plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
     return plans
 

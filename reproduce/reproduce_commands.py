@@ -24,6 +24,8 @@ from headcount.jobs.commands.options import (
 )
 from headcount.jobs.console import say
 from headcount.schemas.errors import RunError, ScanError, counted, unknown
+from headcount.schemas.files.places import check_directory
+from headcount.schemas.registry import check_docstrings
 
 if TYPE_CHECKING:
     from headcount.reproduce.replication import Replication
@@ -123,9 +125,12 @@ def reproduce(
     if not names and not every:
         raise ScanError("expected the name of a replication, or --all; --list names them")
     selection = replications() if every else find_replications(names or [])
+    check_docstrings()
     if file is not None:
         _check_output(file, ".json")
     text_by_replication = texts_of_replications(text_files or [], selection)
+    # A place that cannot be is one mistake, and not a reason to skip every replication.
+    check_directory("--out", out)
     # These import torch, which takes seconds: a mistake above is answered without it.
     from headcount.jobs.resources import Resources
     from headcount.jobs.run.progress import WholeProgress

@@ -1,9 +1,34 @@
 """Every error that a user can meet, and helpers for their texts."""
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 LONGEST_NAME = 200  # characters of an unknown name that an error repeats
+
+NEAR, NEAR_WORD, VERY_NEAR = 0.5, 0.6, 0.85
+"""How alike two names are if one may have been meant by the other, two words of such names, and
+names of which several may be said.
+"""
+
+MOST_NEAR = 3  # near names that an error names
+MOST_LISTED = 24  # known names that an error lists; of more it says what lists them
+
+LISTINGS = {
+    "statistic": "headcount list statistics",
+    "intervention": "headcount list interventions",
+    "input family": "headcount list inputs",
+    "bundled model": "headcount list models",
+    "profile": "docs/reference/profiles.md",
+    "prediction": "docs/reference/predictions.md",
+    "weight statistic": "docs/reference/weights.md",
+    "key": "docs/reference/scan.md",
+    "view": "headcount query RUNS",
+    "query": "headcount query RUNS",
+    "replication": "headcount reproduce --list",
+    "run": "headcount list",
+}
+"""What lists all names of a kind."""
 
 
 class HeadcountError(Exception):
@@ -56,17 +81,55 @@ def counted(count: int, noun: str) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text of an error about an unknown name, with the nearest of the known ones.
+    """The text of an error about an unknown name, with those of the known ones that are near it.
+
+    Of many names it only says what lists them.
 
     >>> unknown("statistic", "sink_mas", ["sink_mass", "entropy"])
     "unknown statistic 'sink_mas': did you mean 'sink_mass'? Known: entropy, sink_mass"
+    >>> unknown("intervention", "ablate", map(str, range(50)))
+    "unknown intervention 'ablate': Known: 50, as headcount list interventions says"
     """
     # A whole text may stand where a name was expected.
     name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
     known_names = sorted(known)
-    nearest = difflib.get_close_matches(name, known_names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown {kind} {name!r}: {hint}Known: {', '.join(known_names) or 'none'}"
+    near = [repr(each) for each in near_names(name, known_names)]
+    choices = " or ".join(filter(None, [", ".join(near[:-1]), *near[-1:]]))
+    hint = f"did you mean {choices}? " if near else ""
+    if len(known_names) > MOST_LISTED:
+        listing = LISTINGS.get(kind)
+        listed = f"{len(known_names)}{f', as {listing} says' if listing else ''}"
+    else:
+        listed = ", ".join(known_names) or "none"
+    return f"unknown {kind} {name!r}: {hint}Known: {listed}"
+
+
+def near_names(name: str, known: Sequence[str]) -> list[str]:
+    """The known names that may have been meant, the nearest first.
+
+    Each word is near a word of theirs: `ablate_head` is not `patch_head`.
+
+    >>> near_names("zero_heads", ["keep_head", "zero_head", "zero_mlp", "zero_heard"])
+    ['zero_head', 'zero_heard']
+    >>> near_names("ablate_head", ["patch_head", "zero_head"])
+    []
+    """
+
+    def words_of(text: str) -> list[str]:
+        # Numbers count only in how alike the whole names are.
+        return re.findall(r"[^\W\d_]+", text.lower())
+
+    def is_near(other: str) -> bool:
+        words, other_words = words_of(name), words_of(other)
+        is_one_word = len(words) == len(other_words) == 1
+        return is_one_word or all(
+            difflib.get_close_matches(word, other_words, cutoff=NEAR_WORD) for word in words
+        )
+
+    candidates = difflib.get_close_matches(name, known, n=len(known) or 1, cutoff=NEAR)
+    nearest = [other for other in candidates if is_near(other)][:MOST_NEAR]
+    very_near = difflib.get_close_matches(name, nearest, n=MOST_NEAR, cutoff=VERY_NEAR)
+    return very_near or nearest[:1]
 
 
 MOST_NAMES = 12  # names that an error lists

@@ -7,8 +7,11 @@ Whatever a user writes, pages, comments and errors about it are made of these.
 """
 
 import inspect
+import os
 import pkgutil
 import re
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -110,6 +113,20 @@ class Option:
         return ", ".join(filter(None, (range_of(self.annotation), f"default {default}")))
 
 
+HAS_DOCSTRINGS = sys.flags.optimize < 2
+"""Whether this Python keeps docstrings. Without them runs are read, and nothing is measured."""
+
+
+def check_docstrings() -> None:
+    """Refuse a Python without docstrings, which say what everything that is measured means."""
+    if not HAS_DOCSTRINGS:
+        raise HeadcountError(
+            "PYTHONOPTIMIZE=2 (or python -OO) removes the docstrings that say what statistics, "
+            "inputs and interventions mean: runs can be read, and nothing can be measured or "
+            "described; unset it, or set PYTHONOPTIMIZE=1"
+        )
+
+
 @cache
 def prose_of(function: Callable[..., Any]) -> str:
     """The docstring of a function without its items about options.
@@ -123,6 +140,8 @@ def prose_of(function: Callable[..., Any]) -> str:
     >>> prose_of(draw_tokens)
     'Tokens.'
     """
+    if function.__doc__ is None:
+        check_docstrings()
     return ITEM.sub("", inspect.cleandoc(function.__doc__ or "")).strip()
 
 
@@ -268,6 +287,44 @@ class Registry(dict[str, E]):
 
 
 def import_files(package: str, path: Iterable[str]) -> None:
-    """Import every file of a package, in order, so that a new entry is a file and no other line."""
+    """Import every file of a package, in order, so that a new entry is a file and no other line.
+
+    One that cannot be imported is an error that names its line.
+    """
     for module in pkgutil.iter_modules(path):
-        import_module(f"{package}.{module.name}")
+        try:
+            import_module(f"{package}.{module.name}")
+        except HeadcountError:
+            raise
+        except Exception as error:
+            # A library that is missing is no mistake in the file.
+            is_ours = not isinstance(error, ModuleNotFoundError) or _is_of_ours(error.name)
+            if not is_ours:
+                raise
+            directories = tuple(path)
+            raise HeadcountError(
+                f"{_line_of(error, directories)}: {_in_words(error)}; mend this file or take it "
+                f"out of {directories[0]}"
+            ) from error
+
+
+def _is_of_ours(module: str | None) -> bool:
+    return (module or "").partition(".")[0] == "headcount"
+
+
+def _line_of(error: Exception, directories: Sequence[str]) -> str:
+    """The file and the line of the last place in some directories that led to an error."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    places = [
+        f"{frame.filename}, line {frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if os.path.dirname(os.path.abspath(frame.filename)) in directories
+    ]
+    return places[-1] if places else directories[0]
+
+
+def _in_words(error: Exception) -> str:
+    """What an error says, on one line; its class if it is not one of ours."""
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -55,6 +55,11 @@ class InterventionMeasurements(Measurements):
 class Replica:
     """A loaded model that measures."""
 
+    tokens_measured = 0  # of the shard in hand, over all its interventions
+
+    after_batch: Callable[[int], None] = staticmethod(lambda _: None)
+    """Called after each batch with `tokens_measured`."""
+
     def __init__(
         self, info: ModelInfo, scan: Scan, device: str = "auto", load: Load = load_model
     ) -> None:
@@ -155,7 +160,10 @@ class Replica:
         same tokens were not measured last without an intervention.
         """
         if self.untouched is None or self.untouched[0] is not tokens:
+            tokens_measured = self.tokens_measured
             self.measure(tokens, labels=labels)
+            # It is no intervention of the scan.
+            self.tokens_measured = tokens_measured
         assert self.untouched is not None
         return torch.cat(self.untouched[1])
 
@@ -232,6 +240,8 @@ class Replica:
                 yield collect(launched)
                 pending = None
                 self.batch.note(launched.sequences, time.perf_counter() - began)
+            self.tokens_measured += launched.sequences * sequences.tokens.shape[1]
+            self.after_batch(self.tokens_measured)
             start += launched.sequences
         if pending is not None:
             yield collect(pending)

@@ -56,6 +56,7 @@ def run_shard(replica: Replica, run: RunDirectory, shard: ShardInput, attempt: i
 def measure_shard(replica: Replica, shard: ShardInput) -> MeasuredShard:
     """Measure a shard under every intervention of the scan."""
     began = time.perf_counter()
+    replica.tokens_measured = 0
     idle_seconds = 0.0 if replica.free_since is None else began - replica.free_since
     measured = {
         str(intervention): replica.measure(shard.tokens, intervention, shard.labels, shard.partner)
@@ -219,7 +220,8 @@ def _sequence_rows(
         columns["n_tokens"] = np.full(n_sequences, shard.tokens.shape[1])
         columns |= {"tokens": shard.tokens, "labels": shard.labels, **shard.origin}
     formulas = {kind.field: scan.formulas(kind) for kind in scan.kinds()}
-    carried_fields: list[str] = scan.input.options.get("columns") or []
+    # In one order, in whatever order the scan that measures a shard names them.
+    carried_fields: list[str] = sorted(scan.input.options.get("columns") or [])
     return table_of(columns, table_schema(table, formulas, carried_fields))
 
 

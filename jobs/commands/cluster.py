@@ -398,7 +398,7 @@ def resume(
     with phases.taken(), where_begun(directory, overrides or []) as absolute_overrides:
         phases.about(directory)
         preparation = Preparation(resources, console, verify_corpus)
-        plan = replan(directory, absolute_overrides, preparation)
+        plan = replan(directory, absolute_overrides, preparation, allow_other_code)
         failures = run_to_end(
             plan, resources, console, verify=verify, allow_other_code=allow_other_code
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +37,7 @@ from headcount.schemas.packages import PACKAGE
 if TYPE_CHECKING:
     from headcount.jobs.plan.cost import Cost
     from headcount.jobs.plan.plan import Plan
+    from headcount.jobs.plan.scan_files import ScanOfCheckpoint
     from headcount.schemas.files.commit import Failure
     from headcount.schemas.files.document_fates import Fates
     from headcount.schemas.files.run_directory import RunDirectory
@@ -95,7 +97,7 @@ def plan(
     parsed_scan = scans[0].scan
     from headcount.jobs.plan.cost import Rehearsal, threads_of
     from headcount.jobs.plan.identity import begun_precisions, find_run
-    from headcount.jobs.plan.plan import plan_run
+    from headcount.jobs.plan.plan import check_directories, plan_run
     from headcount.jobs.plan.resolved_scan import resolve
     from headcount.jobs.resources import Resources
     from headcount.schemas.files.run_directory import RunDirectory
@@ -107,15 +109,16 @@ def plan(
         replicas = Resources.asked_for(None, 0, device, None).replicas or int(device == "cuda")
     # As many threads as one replica of the scan would have, or the cost would be another one.
     prepare_process(threads_of(device, replicas))
+    check_directories(parsed_scan)
     resolved = resolve(parsed_scan)
     first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
-    run = find_run(resolved, first_run, new)
+    run, alike = find_run(resolved, first_run, new)
     # A scan that cannot run is refused before any text is tokenised.
     rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
     if run.manifest_file.is_file():
         precision = rehearsal.settlement.precision
         check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
-    scan_plan = plan_run(resolved, run, is_estimate=True)
+    scan_plan = plan_run(resolved, run, is_estimate=True, alike=alike)
     console = Console(highlight=False)
     _print_fields(console, scan_plan, parsed_scan, every)
     cost = rehearsal.measure(scan_plan)
@@ -278,7 +281,8 @@ def scan(
     series = [scans_of(file, overrides or ()) for file in scan_files]
     scans = [scan for each in series for scan in without_duplicates(each, skip_duplicates)]
     from headcount.jobs.corpus.preparation import Preparation
-    from headcount.jobs.plan.plan import make_plan, prepare_run
+    from headcount.jobs.plan.plan import check_directories, make_plan, prepare_run
+    from headcount.jobs.plan.resolved_scan import check_scan
     from headcount.jobs.resources import Resources
     from headcount.jobs.run.loop import refuse_failures, run_to_end
     from headcount.jobs.upkeep.compaction import merge_finished
@@ -289,18 +293,18 @@ def scan(
     console = Console(highlight=False, stderr=True)
     resources = Resources.asked_for(replicas, cores, device, address)
     resources.check_here()
+    # Before the first one, which may take hours.
+    for requested in scans if scans[1:] else []:
+        with _about(requested):
+            check_directories(requested.scan)
+            check_scan(requested.scan)
     failures: dict[RunDirectory, list[Failure]] = {}
     for requested in scans:
         with phases.taken():
-            try:
-                preparation = Preparation(resources, console, verify_corpus)
-                name = requested.file.stem
-                scan_plan = make_plan(requested.scan, name, run, preparation, new)
-            except HeadcountError as error:
-                # Of several scans, the error says which one it is about.
-                words = [word for each in requested.overrides for word in ("--set", each)]
-                about = f"{shlex.join([str(requested.file), *words])}: " if scans[1:] else ""
-                raise type(error)(f"{about}{error}") from None
+            preparation = Preparation(resources, console, verify_corpus)
+            name = requested.file.stem
+            with _about(requested) if scans[1:] else nullcontext():
+                scan_plan = make_plan(requested.scan, name, run, preparation, new, allow_other_code)
             prepare_run(scan_plan, requested.text)
             if new:
                 # The same command would start one more.
@@ -315,6 +319,17 @@ def scan(
                 merge_finished(scan_plan.run, merging(0, address), tell)
             print(scan_plan.run.path)
     refuse_failures(failures)
+
+
+@contextmanager
+def _about(requested: ScanOfCheckpoint) -> Iterator[None]:
+    """Let an error say which of several scans it is about."""
+    try:
+        yield
+    except HeadcountError as error:
+        words = [word for each in requested.overrides for word in ("--set", each)]
+        about = shlex.join([str(requested.file), *words])
+        raise type(error)(f"{about}: {error}") from None
 
 
 def _print_corpus(console: Console, plan: Plan) -> None:

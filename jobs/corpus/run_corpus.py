@@ -5,6 +5,7 @@ again. That is allowed as long as every committed sequence would still be the sa
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Literal, NamedTuple
@@ -68,6 +69,22 @@ class RunCorpus(BaseModel):
                 f"{run.index / RECORD}: damaged, or of another version of headcount, so nothing "
                 "says which corpus the run was begun with"
             ) from None
+
+    def is_the_one_of(self, run: RunDirectory) -> bool:
+        """Whether a run reads the same corpus, wherever it lies: the same names and content, as far
+        as both are prepared.
+        """
+        try:
+            other = RunCorpus.read(run)
+        except OtherRunError:
+            return False
+        names = ([s.file_name for s in c.sources if s.kind != "hub"] for c in (self, other))
+        contents = ([portion.content for portion in c.portions] for c in (self, other))
+        return _begin_alike(*names) and _begin_alike(*contents) and bool(other.portions)
+
+
+def _begin_alike(first: Sequence[str], second: Sequence[str]) -> bool:
+    return all(a == b for a, b in zip(first, second, strict=False))
 
 
 def index_run(

@@ -8,11 +8,13 @@ tokenizer and of texts does, by fingerprint.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from headcount.jobs.plan.resolved_scan import ResolvedScan
 from headcount.schemas.errors import OtherRunError, RunError
@@ -65,24 +67,82 @@ def _by_number(
     return {int(m[1] or 1): RunDirectory(directory / m[0]) for m in matches}
 
 
-def find_run(resolved: ResolvedScan, first_run: RunDirectory, new: bool) -> RunDirectory:
+class FoundRun(NamedTuple):
+    """The run that a scan continues or begins."""
+
+    run: RunDirectory
+    alike: tuple[RunDirectory, ...] = ()
+    """Runs, the newest first, that measure the same if their corpus is the same, which is known
+    only when its tokens are there. Then the first of them counts instead of a new run.
+    """
+
+
+def find_run(resolved: ResolvedScan, first_run: RunDirectory, new: bool) -> FoundRun:
     """The newest of a scan's runs that measures the same; `first_run` if the scan has no runs.
 
-    With `new`, a run that is not there yet. If no run fits, the error is about the newest.
+    The same scan may name a place in other words: `./model`, `model`, a link, a copy. Its runs
+    count too: they have the same name and another hash. With `new`, a run that is not there yet. If
+    no run fits, the error is about the newest.
     """
-    if new:
-        return next_run(first_run)
     # An older run may fit although the newest does not, if a mistaken change was undone.
     refusals: list[RunError] = []
-    for run in runs_of(first_run):
+    own_runs = runs_of(first_run)
+    for run in own_runs if not new else []:
         try:
             check_same_identity(run, run.manifest(), resolved)
-            return run
+            return FoundRun(run)
         except OtherRunError as error:
             refusals.append(with_advice(run, error))
+    alike = _runs_in_other_words(resolved, first_run) if not (new and own_runs) else ()
+    is_known = resolved.sequences.corpus is None
+    if alike and is_known:
+        return FoundRun(alike[0] if not new else next_run(_first_run_of(alike[0])))
+    if new:
+        return FoundRun(next_run(first_run))
     if refusals:
         raise refusals[0]
-    return first_run
+    return FoundRun(first_run, alike)
+
+
+RUN_NAME = re.compile(r"(run_id=.+-[0-9a-f]{8})(-(?:[2-9]|[1-9]\d+))?")
+"""The directory of a run: that of the first run of its scan, and its number."""
+
+READ_AT_ONCE = 16  # manifests that are read at once: in a store each is a request
+
+
+def _first_run_of(run: RunDirectory) -> RunDirectory:
+    match = RUN_NAME.fullmatch(run.path.name)
+    return RunDirectory(run.path.parent / match[1]) if match else run
+
+
+def _runs_in_other_words(
+    resolved: ResolvedScan, first_run: RunDirectory
+) -> tuple[RunDirectory, ...]:
+    """The runs of the same name that measure the same, but for their corpus; the newest first."""
+    directory = first_run.path.parent
+    beginning = first_run.path.name[:-8]  # without the hash
+    runs = [
+        RunDirectory(directory / name)
+        for name in names(directory)
+        if name.startswith(beginning)
+        and (match := RUN_NAME.fullmatch(name))
+        and len(match[1]) == len(first_run.path.name)
+        and match[1] != first_run.path.name
+    ]
+
+    def begun(run: RunDirectory) -> str | None:
+        """When a run was begun; None if it measures something else, or cannot be read."""
+        try:
+            manifest = run.manifest()
+            check_same_identity(run, manifest, resolved)
+            return manifest.created
+        except RunError:
+            return None
+
+    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+        times = zip(pool.map(begun, runs), runs, strict=True)
+        newest = sorted([(time, str(run.path), run) for time, run in times if time], reverse=True)
+    return tuple(run for _, _, run in newest)
 
 
 def with_advice(run: RunDirectory, error: OtherRunError) -> RunError:
@@ -96,6 +156,9 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     """Refuse to continue a run that measured something else; the error says what differs."""
     # A manifest holds what JSON makes of an identity: tuples became lists.
     identity = json.loads(json.dumps(resolved.identity))
+    if not resolved.scan.names_shards:
+        # Then a run keeps the shards that it was begun with, on whatever machine.
+        identity["scan"]["sequences_per_shard"] = manifest.identity["scan"]["sequences_per_shard"]
     # The files come first: a changed configuration explains what follows.
     files, files_now = manifest.model.get("files", {}), dict(resolved.info.files)
     changes = [
@@ -114,7 +177,9 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     corpus = identity["corpus"]
     if "sources" not in corpus:
         run_corpus = manifest.identity.get("corpus") or {}
-        changes += differing_keys({"its text's": run_corpus}, {"its text's": corpus})
+        changes += differing_keys(
+            *({"its text's": each.get("text", {}).get("sha256")} for each in (run_corpus, corpus))
+        )
     # Other code may give a name another fingerprint for harmless reasons: whether such a run is
     # continued is asked elsewhere (`--allow-other-code`). Within one code it is another formula.
     meanings = manifest.meanings(resolved.code)
@@ -125,18 +190,43 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
         raise OtherRunError(f"{run.path}: this run measured something else: {', '.join(changes)}")
 
 
+def without_model(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity without what the model is called and where it lies; its content stays."""
+    scan = {k: v for k, v in identity["scan"].items() if k not in ("model", "revision")}
+    model = {k: v for k, v in identity["model"].items() if k != "name"}
+    return {**identity, "scan": scan, "model": model}
+
+
 def _values(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The part of an identity that is compared by value, by words; places are no part of it."""
     scan = {k: v for k, v in identity["scan"].items() if k not in ("model", "revision")}
-    scan["input"] = {k: v for k, v in scan.get("input", {}).items() if k not in FILE_OPTIONS}
+    options = {k: v for k, v in scan.get("input", {}).items() if k not in FILE_OPTIONS}
+    if _is_directory(options.get("dataset")):
+        del options["dataset"]
+    scan["input"] = options
     model = identity.get("model", {})
     sizes = {f"the model's {k}": v for k, v in model.items() if k not in ("name", "sha256")}
     return scan | sizes | {"the tokenizer": identity.get("tokenizer")}
 
 
+def _is_directory(data_set: object) -> bool:
+    """Whether a data set is a place, and not a name on the Hub."""
+    return isinstance(data_set, str) and os.path.isdir(os.path.expanduser(data_set))
+
+
 def _measured(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What records say of each name, by words such as `statistic entropy`."""
     return {f"{WORDS[field]} {name}": of[name] for field, of in records.items() for name in of}
+
+
+def check_code_of_run(run: RunDirectory, manifest: Manifest | None, code: str) -> None:
+    """Refuse code that has no part in a run yet; `manifest` is none if the run is new."""
+    if manifest is not None and code not in manifest.codes:
+        raise RunError(
+            f"{run.run_id}: begun with code {manifest.code}, and the code here is {code}, which "
+            "may measure something else; --allow-other-code continues it, and every shard says "
+            "which code measured it; or headcount scan --new starts another run"
+        )
 
 
 def begun_precisions(run: RunDirectory) -> frozenset[str]:

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,18 @@ from headcount.jobs.plan.identity import (
     FILE_OPTIONS,
     LIBRARIES,
     changed_versions,
+    check_code_of_run,
     check_same_identity,
     find_run,
     installed_version,
     with_advice,
 )
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
+from headcount.jobs.resources import Resources
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import OtherRunError, RunError, ScanError, counted
-from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
-from headcount.schemas.files.places import names, place, write_whole
+from headcount.schemas.files.places import check_directory, names, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, override_fields, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
@@ -43,6 +44,9 @@ REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 
 PLACES = ("model", *(f"input.{option}" for option in FILE_OPTIONS))
 """Fields of a scan that say where something lies. What lies there is known by its content."""
+
+SHARD_OPERATIONS = 3e12
+"""What a shard takes at most on a CPU, if the scan does not say: a minute at 50 GFLOP/s."""
 
 SETTABLE = (*REMEMBERED, *PLACES)  # what may change when a run continues
 
@@ -103,16 +107,29 @@ def make_plan(
     run_id: str | None = None,
     preparation: Preparation = HERE,
     new: bool = False,
+    allow_other_code: bool = True,
 ) -> Plan:
-    """Plan the newest run of a scan that measures the same, or with `new` one of its own."""
+    """Plan the newest run of a scan that measures the same, or with `new` one of its own.
+
+    `allow_other_code` as in `plan_run`.
+    """
+    check_directories(scan)
     resolved = resolve(scan)
     run = RunDirectory.of(scan.out, resolved.scan.run_id(name) if run_id is None else run_id)
+    alike: tuple[RunDirectory, ...] = ()
     if run_id is None:
-        run = find_run(resolved, run, new)
+        run, alike = find_run(resolved, run, new)
     phases.about(run)
     if run_id is not None and not run.manifest_file.is_file():
         raise RunError(f"{run.path}: no such run to continue; without --run the scan starts one")
-    return plan_run(resolved, run, preparation)
+    return plan_run(resolved, run, preparation, alike=alike, allow_other_code=allow_other_code)
+
+
+def check_directories(scan: Scan) -> None:
+    """Refuse directories of runs and corpora that cannot be written to."""
+    check_directory("out", scan.out)
+    if scan.corpora is not None:
+        check_directory("corpora", scan.corpora)
 
 
 def plan_run(
@@ -120,14 +137,22 @@ def plan_run(
     run: RunDirectory,
     preparation: Preparation = HERE,
     is_estimate: bool = False,
+    alike: Sequence[RunDirectory] = (),
+    allow_other_code: bool = True,
 ) -> Plan:
-    """Plan one run, which fits what lies in its directory already.
+    """Plan one run, which fits what lies in its directory already, or one of those that are `alike`
+    if it has the same corpus.
+
+    Without `allow_other_code`, code that has no part in the run yet is refused as soon as it is
+    known that something is to be measured: the loop would refuse it only after the tokens were
+    prepared.
 
     An estimate is not for measuring: of a corpus whose tokens are not there, only a portion is
     read. If the token store has all that the scan needs, it is exact.
     """
-    scan, sequences, corpora = resolved.scan, resolved.sequences, corpora_of(resolved.scan)
     previous = run.manifest() if run.manifest_file.is_file() else None
+    resolved = with_shards(resolved, previous, preparation.resources or Resources())
+    scan, sequences, corpora = resolved.scan, resolved.sequences, corpora_of(resolved.scan)
     corpus, has_new_index, estimate = None, False, None
     # `rm` deletes the manifest first. If it was killed then, commits are left, and a new run would
     # count their rows as its own.
@@ -140,6 +165,8 @@ def plan_run(
         # Refused before tokens are prepared, which may take hours.
         if previous is not None:
             check_same_identity(run, previous, resolved)
+            if not allow_other_code and _lacks_shards(run, previous, scan):
+                check_code_of_run(run, previous, resolved.code)
             # The index reaches as far as the run does, even if fewer sequences are asked for.
             sequences.least_sequences = previous.sequences
         if sequences.corpus is None:
@@ -148,6 +175,9 @@ def plan_run(
             sequences = estimate.sample
         else:
             corpus, has_new_index = index_run(run, previous, sequences, corpora, preparation)
+            same = next((other for other in alike if corpus.is_the_one_of(other)), None)
+            if previous is None and same is not None:
+                return plan_run(resolved, same, preparation, allow_other_code=allow_other_code)
     except OtherRunError as error:
         raise with_advice(run, error) from None
 
@@ -170,6 +200,39 @@ def plan_run(
         has_new_index=has_new_index,
         estimate=estimate,
     )
+
+
+def with_shards(
+    resolved: ResolvedScan, previous: Manifest | None, resources: Resources
+) -> ResolvedScan:
+    """A scan with its `sequences_per_shard`: if it names none, those of its run, or, as that
+    begins, what a CPU measures in about a minute.
+    """
+    scan, info, per_shard = resolved.scan, resolved.info, resolved.scan.sequences_per_shard
+    if scan.names_shards:
+        return resolved
+    if previous is not None:
+        per_shard = int(previous.identity["scan"]["sequences_per_shard"])
+    elif resources.on_cpu:
+        # Two for each weight, and a layer has about 12 d_model² weights.
+        operations = 2 * 12 * info.n_layers * info.d_model**2
+        sequences = SHARD_OPERATIONS / operations / scan.n_ctx / len(scan.interventions)
+        per_shard = min(per_shard, max(1, int(sequences)))
+    shards = {"sequences_per_shard": per_shard}
+    scan = resolved.sequences.scan = scan.model_copy(update=shards)
+    identity = resolved.identity | {"scan": resolved.identity["scan"] | shards}
+    return replace(resolved, scan=scan, identity=identity)
+
+
+def _lacks_shards(run: RunDirectory, manifest: Manifest, scan: Scan) -> bool:
+    """Whether a run lacks shards that a scan asks for, as far as that shows without its corpus."""
+    sequences = manifest.sequences if scan.sequences == "all" else scan.sequences
+    if sequences > manifest.sequences:
+        return True
+    commit_log = run.commit_log(["stop"])
+    done_shards = commit_log["shard"].to_numpy()[holds_whole_shard(manifest, commit_log)]
+    requested_shards = -(-sequences // scan.sequences_per_shard)  # Rounded up.
+    return int((done_shards < requested_shards).sum()) < requested_shards
 
 
 def _manifest(
@@ -224,32 +287,21 @@ def prepare_run(plan: Plan, scan_text: str) -> None:
     _write(plan)
 
 
-def extend(plan: Plan) -> None:
-    """Write a run's manifest as the plan has it; the caller has the run's lock.
-
-    It is written last. If the process is killed before, the run still has its old size and perhaps
-    misses a shard, which readers know already. The same command extends it again.
-    """
-    run, previous = plan.run, plan.previous_manifest
-    if run.manifest().sequences != (previous or plan.manifest).sequences:
+def check_unextended(plan: Plan) -> None:
+    """Refuse a plan of a run that another process has extended since it was planned."""
+    run = plan.run
+    if run.manifest().sequences != (plan.previous_manifest or plan.manifest).sequences:
         raise RunError(
             f"{run.path}: another process has extended this run meanwhile; run the same command "
             "again"
         )
-    if previous is None or (plan.manifest == previous and not plan.has_new_index):
-        return
-    is_longer = plan.manifest.sequences > previous.sequences
-    last_shard = previous.shards - 1
-    # A last shard that was short is now a longer one. It is measured again instead of being
-    # completed: its data files would stand beside the commit of the shorter shard for a moment.
-    # Its files hold no rows of other shards, also after a compaction.
-    if is_longer and plan.manifest.stops(last_shard) > previous.sequences:
-        # The commit file goes first. As long as a segment has the shard, its own file does not
-        # count; once the segment has dropped the shard, the file would count again.
-        run.commit_file(last_shard).unlink(missing_ok=True)
-        if last_shard in run.commit_log([])["shard"].to_pylist():
-            write_segment(run.commits_directory, taken_back(run.run_id, [last_shard]))
-    _write(plan)
+
+
+def extend(plan: Plan) -> None:
+    """Write a run's manifest as the plan has it, if that is another one than before."""
+    previous = plan.previous_manifest
+    if previous is not None and (plan.manifest != previous or plan.has_new_index):
+        _write(plan)
 
 
 def _write(plan: Plan) -> None:
@@ -313,9 +365,15 @@ def _absolute_override(override: str) -> str:
 
 
 def replan(
-    run: RunDirectory, overrides: Sequence[str] = (), preparation: Preparation = HERE
+    run: RunDirectory,
+    overrides: Sequence[str] = (),
+    preparation: Preparation = HERE,
+    allow_other_code: bool = True,
 ) -> Plan:
-    """Plan a run from its manifest, in `where_begun`; `overrides` may set what changes no row."""
+    """Plan a run from its manifest, in `where_begun`; `overrides` may set what changes no row.
+
+    `allow_other_code` as in `plan_run`.
+    """
     manifest = run.manifest()
     check_overrides(run, overrides)
     # Commits hold the run's id, so readers would pass over all commits of a renamed directory.
@@ -335,7 +393,8 @@ def replan(
         fields["revision"] = None
     # A manifest does not record where the run lies, because a run may be moved.
     scan = parse_scan(fields | {"out": str(run.path.parent)})
-    return plan_run(resolve(scan), run, preparation)
+    check_directories(scan)
+    return plan_run(resolve(scan), run, preparation, allow_other_code=allow_other_code)
 
 
 def _check_places(run: RunDirectory, manifest: Manifest, overrides: Sequence[str]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.manifest import Meanings, fingerprints
-from headcount.schemas.scans.scan import Scan
+from headcount.schemas.registry import check_docstrings
+from headcount.schemas.scans.scan import Scan, in_one_order
 from headcount.workers.inputs import INPUTS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import BoundIntervention, bind, needs_partners
@@ -47,6 +48,7 @@ class ResolvedScan:
 
 def check_scan(scan: Scan) -> list[BoundIntervention]:
     """Refuse mistakes that need neither the model nor the corpus; returns the interventions."""
+    check_docstrings()
     interventions = [bind(intervention) for intervention in scan.interventions]
     family = INPUTS.named(scan.input.family, "input.family")
     family.check(scan.input.options)
@@ -83,7 +85,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
 
     # Options that the scan leaves out count with their defaults: a scan that spells a default out
     # measures the same.
-    input_record = {"family": scan_of_model.input.family, **sequences.options}
+    input_record = {"family": scan_of_model.input.family, **in_one_order(sequences.options)}
     identity = {
         "scan": scan_of_model.record | {"input": input_record},
         "model": info.identity,

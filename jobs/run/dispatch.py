@@ -33,6 +33,7 @@ itself is told to end, it hands out nothing more, tells the replicas to leave, a
 still finish.
 """
 
+import contextlib
 import statistics
 import time
 from collections import Counter, deque
@@ -56,7 +57,7 @@ from headcount.jobs.endings import is_finishing, work_begins
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import gone_nodes
-from headcount.jobs.run.replica_actor import CALLS, DEPTH, ReplicaActor, ReplicaPlace
+from headcount.jobs.run.replica_actor import CALLS, DEPTH, InHand, ReplicaActor, ReplicaPlace
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, Spans, order_of_driver
 from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.metrics import IDLE_SHARE, IDLE_WINDOW, SHARDS, SHARDS_REPEATED
@@ -88,10 +89,16 @@ def dispatch(
     resources: Resources,
     say: Callable[[str], None],
     replica_class: type[Replica] = Replica,
+    begin: Callable[[], None] = lambda: None,
+    measured: Callable[[int, int], None] = lambda shard, tokens: None,
 ) -> Generator[Commit | Failure, None, None]:
-    """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives."""
+    """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives.
+
+    `begin` is called once the first replica is loaded, and before it gets a shard; `measured` with
+    how many tokens of a shard are measured, while that takes long.
+    """
     with ray_in_words(plan.run.run_id):
-        dispatcher = _Dispatcher(plan, shards, resources, say, replica_class)
+        dispatcher = _Dispatcher(plan, shards, resources, say, replica_class, begin, measured)
         try:
             yield from dispatcher.outcomes()
         finally:
@@ -122,6 +129,7 @@ class _RemoteReplica:
     has_suspect: bool = False  # whether it measures a suspect, and so no other shard beside it
     place: ReplicaPlace | None = None  # where it was when it was last ready
     notice: ray.ObjectRef | None = None  # fulfilled once it is told to leave
+    answer: ray.ObjectRef | None = None  # fulfilled with how far it is, if it was asked
     was_asked_to_leave: bool = False  # whether this driver has passed a notice on to it
     is_leaving: bool = False  # whether it was told to leave, so that it gets no further shard
     excuse: str | None = None  # why its end is no shard's fault; none if it is
@@ -144,8 +152,12 @@ class _Dispatcher:
         resources: Resources,
         say: Callable[[str], None],
         replica_class: type[Replica],
+        begin: Callable[[], None] = lambda: None,
+        measured: Callable[[int, int], None] = lambda shard, tokens: None,
     ) -> None:
         self.plan = plan
+        self.measured = measured
+        self.begin: Callable[[], None] | None = begin  # none once it was called
         self.resources = resources
         self.say = say
         self.is_open = np.zeros(plan.manifest.shards, bool)  # whether a shard needs an outcome
@@ -270,7 +282,25 @@ class _Dispatcher:
         for replica in self.replicas:
             if replica.place is not None and replica.place.node_id in draining:
                 self._ask_to_leave(replica, "its node is being drained")
+        self._ask_how_far()
         self._show_progress()
+
+    def _ask_how_far(self) -> None:
+        """Tell how far the replicas were, and ask those again that measure a shard for long."""
+        for replica in self.replicas:
+            if replica.answer is not None:
+                arrived, _ = ray.wait([replica.answer], num_returns=1, timeout=0)
+                if not arrived:
+                    continue
+                # One that has died says nothing, and its shards come back.
+                with contextlib.suppress(ray.exceptions.RayError):
+                    in_hand: InHand | None = ray.get(replica.answer)
+                    if in_hand is not None and self.is_open[in_hand.shard]:
+                        self.measured(*in_hand)
+                replica.answer = None
+            latest = time.monotonic() - LOOK_SECONDS
+            if replica.ready and any(call.started < latest for call in replica.calls.values()):
+                replica.answer = replica.actor.how_far.remote()
 
     def _show_progress(self) -> None:
         """Set all gauges. Ray forgets one when it was read once, so they are set again and again,
@@ -326,6 +356,9 @@ class _Dispatcher:
                 raise RunError(f"no replica can be made: {last_line(str(error))}") from None
             self._await_start(replica)
         else:
+            if self.begin is not None:
+                self.begin()
+                self.begin = None
             replica.readiness = None
             replica.place = place
             replica.notice = replica.actor.told_to_leave.remote()
@@ -378,6 +411,7 @@ class _Dispatcher:
                 return
             reference = replica.actor.measure.remote(shard, self.attempts.failed(shard) + 1)
             replica.calls[reference] = _Call(shard, time.monotonic())
+            self.measured(shard, 0)
             self.working[reference] = replica
 
     def _next_shard(self, replica: _RemoteReplica, stragglers: deque[int]) -> int | None:

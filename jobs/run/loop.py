@@ -5,23 +5,25 @@ shards come from `dispatch` or `measure_in_process`, pass through `followed`, an
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from headcount.jobs.console import say
 from headcount.jobs.endings import finishing_work_in_hand, is_finishing, work_begins
-from headcount.jobs.plan.identity import begun_precisions
-from headcount.jobs.plan.plan import Plan, extend
+from headcount.jobs.plan.identity import begun_precisions, check_code_of_run
+from headcount.jobs.plan.plan import Plan, check_unextended, extend
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.lock import locked
-from headcount.jobs.run.progress import WholeProgress, show_progress
+from headcount.jobs.run.progress import WholeProgress, shown_progress
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
+from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.compaction import clean
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
 from headcount.schemas.errors import RunError, SilentStoreError, counted
@@ -32,6 +34,7 @@ from headcount.schemas.files.commits import (
     delete,
     gather,
     gather_loose,
+    gathered_shards,
     taken_back,
     write_segment,
 )
@@ -74,24 +77,16 @@ def run_to_end(
     tell = partial(say, console)
     run, previous = plan.run, plan.previous_manifest
     with removed_if_it_never_began(run) if previous is None else nullcontext(), locked(run):
-        # Code that has no part in the run yet must be allowed first.
-        is_other = previous is not None and plan.code not in previous.codes
-        is_refused = is_other and not allow_other_code
-        if not is_refused:
-            extend(plan)
-        missing = missing_shards(plan, verify)
+        check_unextended(plan)
+        missing, untrue = shards_left(plan, verify)
         # A run may miss shards beyond what this command asks for.
         requested = missing[missing * plan.scan.sequences_per_shard < plan.requested_sequences]
         # A run that is complete is not refused: after an update, the same command still says that
         # nothing is missing.
         is_longer = previous is not None and plan.manifest.sequences > previous.sequences
-        if is_refused and (len(requested) or is_longer):
-            assert previous is not None
-            raise RunError(
-                f"{run.run_id}: begun with code {previous.code}, and the code here is {plan.code}, "
-                "which may measure something else; --allow-other-code continues it, and every "
-                "shard says which code measured it; or headcount scan --new starts another run"
-            )
+        if (len(requested) or is_longer) and not allow_other_code:
+            check_code_of_run(run, previous, plan.code)
+        begin = partial(begin_measuring, plan, untrue)
         shards = plan.manifest.shards
         for note in plan.notes:
             tell(f"{run.run_id}: {note}")
@@ -101,39 +96,61 @@ def run_to_end(
         )
         failures: list[Failure] = []
         if len(requested):
-            if resources.replicas:
-                # Ray takes a second to import.
-                from headcount.jobs.cluster.ray_cluster import connect
-                from headcount.jobs.run.dispatch import dispatch
-
-                measured = dispatch(plan, requested, connect(resources), tell, replica_class)
-            else:
-                make = replica_class if models is None else partial(replica_class, load=models.load)
-                measured = measure_in_process(
-                    plan, requested, resources.device, resources.cores, make
-                )
             tokens_done = plan.tokens - tokens_of(plan, requested)
-            # An error keeps a generator alive. Closed here, replicas end while there is still a
-            # Ray. Nothing is measured before `show_progress` asks for outcomes.
-            with closing(measured), finishing_work_in_hand():
-                outcomes = followed(run, measured, tell, stop_at_failure)
-                failures = show_progress(outcomes, plan.tokens, tokens_done, console, all_runs)
+            words = "waiting for replicas" if resources.replicas else "loading the model"
+            with shown_progress(console, plan.tokens, tokens_done, words, all_runs) as progress:
+                if resources.replicas:
+                    measured = dispatched(
+                        plan, requested, resources, tell, replica_class, begin, progress.measured
+                    )
+                else:
+                    make = partial(replica_class, load=models.load) if models else replica_class
+                    measured = measure_in_process(
+                        plan, requested, resources, make, begin, progress.measured
+                    )
+                # An error keeps a generator alive. Closed here, replicas end while there is still a
+                # Ray.
+                with closing(measured), finishing_work_in_hand():
+                    for outcome in followed(run, measured, tell, stop_at_failure):
+                        progress.note(outcome)
+            failures = progress.failures
+        elif previous is None or plan.code in previous.codes or allow_other_code:
+            begin()
         if not failures and len(requested) == len(missing):
-            try:
-                # Then a bare glob is right, too.
-                clean(run, tell)
-            except OSError as error:
-                tell(
-                    f"warning: {run.path} is complete, but files of lost attempts cannot be "
-                    f"deleted ({reason(error)}): a bare glob counts their rows twice, headcount "
-                    "query does not"
-                )
+            _clean(run, tell)
     for failure in failures[:FAILURES_SHOWN]:
         tell(f"shard {failure.shard} failed: {failure.error}")
     if len(failures) > FAILURES_SHOWN:
         more = len(failures) - FAILURES_SHOWN
         tell(f"and {more:,} more shards failed: headcount status {run.path}")
     return failures
+
+
+def _clean(run: RunDirectory, tell: Callable[[str], None]) -> None:
+    """Delete what lost attempts have left in a complete run: then a bare glob is right, too."""
+    try:
+        clean(run, tell)
+    except OSError as error:
+        tell(
+            f"warning: {run.path} is complete, but files of lost attempts cannot be deleted "
+            f"({reason(error)}): a bare glob counts their rows twice, headcount query does not"
+        )
+
+
+def dispatched(
+    plan: Plan,
+    shards: np.ndarray,
+    resources: Resources,
+    tell: Callable[[str], None],
+    replica_class: type[Replica],
+    begin: Callable[[], None],
+    measured: Callable[[int, int], None],
+) -> Generator[Commit | Failure, None, None]:
+    """Measure `shards` on Ray, which takes a second to import."""
+    from headcount.jobs.cluster.ray_cluster import connect
+    from headcount.jobs.run.dispatch import dispatch
+
+    return dispatch(plan, shards, connect(resources), tell, replica_class, begin, measured)
 
 
 def refuse_failures(failures: Mapping[RunDirectory, list[Failure]]) -> None:
@@ -155,28 +172,57 @@ def tokens_of(plan: Plan, shards: np.ndarray) -> int:
     return int((stops - starts).sum()) * plan.scan.n_ctx * len(plan.scan.interventions)
 
 
-def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
-    """The shards without a commit, and those with damaged files, which leave the commit log."""
+class ShardsLeft(NamedTuple):
+    """The shards of a run that are not done."""
+
+    missing: np.ndarray
+    untrue: list[int]  # of the missing ones, those that have a commit: too short, or of lost files
+
+
+def shards_left(plan: Plan, verify: bool = False) -> ShardsLeft:
+    """The shards without a commit, and those whose commit is not true any more; changes nothing."""
     run, manifest = plan.run, plan.manifest
     commit_log = run.commit_log(["stop", *(BY_CONTENT if verify else BY_SIZE)])
     shards = commit_log["shard"].to_numpy()
     # A directory may hold commits beyond the scan's last shard; they are not this scan's.
     is_own = shards < manifest.shards
-    # A replica that outlived its driver may leave a commit that is older than the run's extension,
-    # and lacks sequences.
-    damaged = set(shards[is_own & ~holds_whole_shard(manifest, commit_log)].tolist())
+    # The last shard of a run that grows was short. And a replica that outlived its driver may leave
+    # a commit that is older than the run's extension, and lacks sequences.
+    untrue = set(shards[is_own & ~holds_whole_shard(manifest, commit_log)].tolist())
     for damage in run.damaged_files(commit_log, manifest if verify else None):
         # A roll-up is written again from rows (`headcount compact`). Nothing needs measuring.
         if not damage.is_of_rollup:
-            damaged.update(shard for shard in damage.shards if shard < manifest.shards)
-    if damaged:
+            untrue.update(shard for shard in damage.shards if shard < manifest.shards)
+    missing = np.setdiff1d(np.arange(manifest.shards), np.setdiff1d(shards, [*untrue]))
+    return ShardsLeft(missing, sorted(untrue))
+
+
+def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
+    """The shards that are to be measured, in order."""
+    return shards_left(plan, verify).missing
+
+
+def begin_measuring(plan: Plan, untrue: Sequence[int]) -> None:
+    """Write down what a run becomes, and take back shards whose commits are not true any more.
+
+    It is the first change of a run that continues. It comes when nothing can be refused any more: a
+    replica is there, and agrees with the run. The manifest is last: if the process is killed
+    before, the run misses some shards, and the same command goes on.
+    """
+    run = plan.run
+    check_unextended(plan)
+    if untrue:
+        # A last shard that was short is measured again instead of being completed: its data files
+        # would stand beside the commit of the shorter shard for a moment. It shares no file with
+        # other shards, also after a compaction.
         # Commit files go first. While a segment has the shard, its own file does not count; once a
         # segment has taken the shard back, the file would count again.
-        delete(run.commit_file(shard) for shard in damaged)
-        write_segment(run.commits_directory, taken_back(run.run_id, sorted(damaged)))
+        delete(map(run.commit_file, untrue))
+        if not gathered_shards(run.commits_directory).isdisjoint(untrue):
+            write_segment(run.commits_directory, taken_back(run.run_id, untrue))
     # Drivers that were killed early left them: each gathers only what it measured itself.
     gather_loose(run.commits_directory, run.run_id)
-    return np.setdiff1d(np.arange(manifest.shards), np.setdiff1d(shards, [*damaged]))
+    extend(plan)
 
 
 def followed(
@@ -256,15 +302,22 @@ def _check_failure(run_id: str, failure: Failure, in_a_row: int, stop_at_failure
 def measure_in_process(
     plan: Plan,
     shards: np.ndarray,
-    device: str,
-    cores: int = 0,
+    resources: Resources,
     make_replica: Callable[[ModelInfo, Scan, str], Replica] = Replica,
+    begin: Callable[[], None] = lambda: None,
+    measured: Callable[[int, int], None] = lambda shard, tokens: None,
 ) -> Generator[Commit | Failure, None, None]:
-    """Measure `shards` in turn; yields each commit and failure. SIGTERM ends it after a shard."""
-    device = resolve_device(device)
-    prepare_process(threads=cores or None)
+    """Measure `shards` in turn; yields each commit and failure. SIGTERM ends it after a shard.
+
+    `begin` is called once the replica is there, and before the first shard; `measured` with how
+    many tokens of a shard are measured, after each batch.
+    """
+    device = resolve_device(resources.device)
+    prepare_process(threads=resources.cores or None)
+    phases.note("loading the model")
     replica = make_replica(plan.info, plan.scan, device)
     check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
+    begin()
     attempts = Attempts(plan.run)
     elsewhere = GatheredElsewhere(plan.run)
     remaining = deque(order_of_driver(plan.run, shards).tolist())
@@ -273,6 +326,8 @@ def measure_in_process(
         if shard in elsewhere:
             continue
         attempt = attempts.failed(shard) + 1
+        replica.after_batch = partial(measured, shard)
+        measured(shard, 0)
         try:
             outcome = committed_shard(plan.run, shard, int(plan.manifest.stops(shard)))
             if outcome is None:

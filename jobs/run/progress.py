@@ -1,11 +1,13 @@
 """Progress of a scan in tokens: a bar on a terminal, elsewhere a line every few seconds."""
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from headcount.jobs.console import duration
 from headcount.jobs.upkeep import phases
@@ -16,76 +18,143 @@ Show = Callable[[str, float | None], None]  # words and a share, None if unknown
 
 QUIET_SECONDS = 10.0  # seconds between two lines if the console is not a terminal
 
+_LINES: list[threading.Event] = []
+"""The ends of the bars that are shown, from the outermost to the innermost."""
 
-def show_progress(
-    outcomes: Iterable[Commit | Failure],
+
+@contextmanager
+def shown_progress(
+    console: Console,
     tokens: int,
     done: int,
-    console: Console,
+    words: str,
     all_runs: "WholeProgress | None" = None,
-) -> list[Failure]:
-    """Show progress, of one run and of `all_runs`, until the outcomes end; returns the failures."""
-    done_before = done
-    failures: list[Failure] = []
-    began: float | None = None
-    compute_seconds = idle_seconds = 0.0
+) -> Iterator["Progress"]:
+    """Show how far a run is, of `tokens` of which some are done; `words` until it measures."""
     with bar(console, "tokens") as show:
-        show("", done / tokens)
-        for outcome in outcomes:
-            if isinstance(outcome, Failure):
-                failures.append(outcome)
-            else:
-                # The clock starts when the first committed shard was begun, so that loading a model
-                # does not make the scan look slow. The host's clock may be wrong, so the shard's
-                # own duration is taken.
-                began = began or time.monotonic() - outcome.seconds
-                done += outcome.tokens
-                compute_seconds += outcome.compute_seconds
-                idle_seconds += outcome.idle_seconds
-                if all_runs is not None:
-                    all_runs.add(outcome.tokens)
-            speed = None
-            parts = [f"{done:,} of {tokens:,} tokens"]
-            if began is not None:
-                # Tokens of earlier commands say nothing about the speed of this one.
-                speed = (done - done_before) / (time.monotonic() - began)
-                parts += [f"{speed:,.0f} tokens/s", f"{duration((tokens - done) / speed)} left"]
-            if failures:
-                parts.append(f"{counted(len(failures), 'shard')} failed")
-            if all_runs is not None and (line := all_runs.line()):
-                parts.append(line)
-            show(", ".join(parts), done / tokens)
-            phases.note("measuring", tokens_per_second=speed)
-    # Without a commit there is no speed to tell.
-    if began is not None:
-        measured, seconds = done - done_before, time.monotonic() - began
+        show(words, done / tokens)
+        progress = Progress(tokens, done, show, all_runs)
+        yield progress
+    if (summary := progress.summary()) is not None:
+        console.print(summary, highlight=False)
+
+
+class Progress:
+    """How far a run is, in tokens: those that are committed, and those of shards in hand.
+
+    A batch is the unit. What a shard that fails has measured is taken back.
+    """
+
+    def __init__(
+        self, tokens: int, done: int, show: Show, all_runs: "WholeProgress | None" = None
+    ) -> None:
+        self.tokens = tokens  # of the whole run
+        self.done = self.done_before = done  # that are committed
+        self.in_hand: dict[int, int] = {}  # tokens that are measured and not committed, by shard
+        self.failures: list[Failure] = []
+        self.compute_seconds = self.idle_seconds = 0.0
+        self.began: float | None = None  # when the first shard was begun, by the monotonic clock
+        self.has_committed = False
+        self._show, self._all_runs = show, all_runs
+
+    def measured(self, shard: int, tokens: int) -> None:
+        """So many tokens of a shard are measured by now; 0 when it is begun."""
+        self.began = self.began or time.monotonic()
+        self.in_hand[shard] = tokens
+        self._tell()
+
+    def note(self, outcome: Commit | Failure) -> None:
+        """A shard is committed, or has failed for good."""
+        self.in_hand.pop(outcome.shard, None)
+        if isinstance(outcome, Failure):
+            self.failures.append(outcome)
+        else:
+            # The clock starts when the first committed shard was begun, so that loading a model
+            # does not make the scan look slow. The host's clock may be wrong, so the shard's
+            # own duration is taken.
+            if not self.has_committed:
+                begun = time.monotonic() - outcome.seconds
+                self.began = min(begun, self.began or begun)
+            self.has_committed = True
+            self.done += outcome.tokens
+            self.compute_seconds += outcome.compute_seconds
+            self.idle_seconds += outcome.idle_seconds
+            if self._all_runs is not None:
+                self._all_runs.add(outcome.tokens)
+        self._tell()
+
+    def _tell(self) -> None:
+        in_hand = sum(self.in_hand.values())
+        measured = self.done + in_hand
+        parts = [f"{measured:,} of {self.tokens:,} tokens"]
+        speed = None
+        # Tokens of earlier commands say nothing about the speed of this one.
+        if self.began is not None and measured > self.done_before:
+            speed = (measured - self.done_before) / (time.monotonic() - self.began)
+            left = duration((self.tokens - measured) / speed)
+            parts += [f"{speed:,.0f} tokens/s", f"{left} left"]
+        if self.failures:
+            parts.append(f"{counted(len(self.failures), 'shard')} failed")
+        if self._all_runs is not None and (line := self._all_runs.line()):
+            parts.append(line)
+        self._show(", ".join(parts), measured / self.tokens)
+        phases.note("measuring", tokens_per_second=speed, tokens_in_hand=in_hand)
+
+    def summary(self) -> str | None:
+        """What was committed, how fast, and how busy replicas were; none without a commit."""
+        if not self.has_committed or self.began is None:
+            return None
+        measured, seconds = self.done - self.done_before, time.monotonic() - self.began
         # Replicas work side by side, so these are sums over all of them.
-        busy = compute_seconds / (compute_seconds + idle_seconds)
-        summary = f"{measured:,} tokens in {duration(seconds)}, {measured / seconds:,.0f} tokens/s"
-        console.print(f"{summary}, replicas busy {busy:.0%}", highlight=False)
-    return failures
+        busy = self.compute_seconds / (self.compute_seconds + self.idle_seconds)
+        speed = f"{measured / seconds:,.0f} tokens/s"
+        return f"{measured:,} tokens in {duration(seconds)}, {speed}, replicas busy {busy:.0%}"
 
 
 @contextmanager
 def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
-    """A bar with words beside it; if the console is not a terminal, a line every few seconds."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+    """A bar with words beside it, and the time; if the console is not a terminal, a line every few
+    seconds, also while nothing is told. Of bars within one another, the innermost has the lines.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
     on_terminal = console.is_terminal
-    # A short scan prints no line but its summary.
-    next_line = time.monotonic() + QUIET_SECONDS
-    with Progress(*columns, console=console, disable=not on_terminal, transient=True) as bar:
-        task = bar.add_task(title, total=None, state="", visible=False)
+    latest_words = ""
+    has_ended = threading.Event()
 
-        def show(words: str, share: float | None) -> None:
-            nonlocal next_line
-            # As long as nobody knows how much there is, the bar pulses.
-            total = None if share is None else 1.0
-            bar.update(task, completed=share, total=total, state=words, visible=True)
-            if not on_terminal and time.monotonic() >= next_line:
-                console.print(f"{before_lines}{words}", highlight=False, soft_wrap=True)
-                next_line = time.monotonic() + QUIET_SECONDS
+    def print_lines() -> None:
+        # A short scan prints no line but its summary.
+        while not has_ended.wait(QUIET_SECONDS):
+            if latest_words and _LINES[-1] is has_ended:
+                console.print(f"{before_lines}{latest_words}", highlight=False, soft_wrap=True)
 
-        yield show
+    printer = threading.Thread(target=print_lines, daemon=True)
+    _LINES.append(has_ended)
+    try:
+        with rich.progress.Progress(
+            *columns, console=console, disable=not on_terminal, transient=True
+        ) as bars:
+            task = bars.add_task(title, total=None, state="", visible=False)
+            if not on_terminal:
+                printer.start()
+
+            def show(words: str, share: float | None) -> None:
+                nonlocal latest_words
+                latest_words = words
+                # As long as nobody knows how much there is, the bar pulses.
+                total = None if share is None else 1.0
+                bars.update(task, completed=share, total=total, state=words, visible=True)
+
+            yield show
+    finally:
+        has_ended.set()
+        _LINES.remove(has_ended)
+        if printer.ident is not None:
+            printer.join()
 
 
 class WholeProgress:

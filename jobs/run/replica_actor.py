@@ -39,7 +39,14 @@ from headcount.workers.shard import (
 
 DEPTH = 3  # shards that a replica works at: one is read, one is measured, one is written
 
-CALLS = DEPTH + 2  # calls at once: its shards, the wait for a notice, and one more
+CALLS = DEPTH + 3  # calls at once: its shards, the wait for a notice, how far it is, and one more
+
+
+class InHand(NamedTuple):
+    """What a replica measures, and has not committed."""
+
+    shard: int
+    tokens: int  # that are measured already
 
 
 class ReplicaPlace(NamedTuple):
@@ -98,6 +105,8 @@ class ReplicaActor:
         run_id, precision = self.run.run_id, self.replica.precision
         check_begun(begun_precisions(self.run), precision, run_id, resources.device)
         self.tags = {"run_id": run_id, "node": node_name()}
+        self.in_hand: InHand | None = None
+        self.replica.after_batch = self._note_batch
         self.leave_notice.is_loaded = True
 
     def ready(self) -> ReplicaPlace:
@@ -111,6 +120,10 @@ class ReplicaActor:
     def told_to_leave(self) -> str:
         """Wait until the replica is told to leave; returns why."""
         return self.leave_notice.wait()
+
+    def how_far(self) -> InHand | None:
+        """The shard that is measured now, if any, and how far it is."""
+        return self.in_hand
 
     def leave(self, reason: str) -> None:
         """Begin no further shard, finish the one that is measured, and exit."""
@@ -160,11 +173,19 @@ class ReplicaActor:
         # The notice may have come while the shard waited for its turn.
         if self.leave_notice.came:
             return None
-        measured = measure_shard(self.replica, shard_input)
+        self.in_hand = InHand(shard_input.shard, 0)
+        try:
+            measured = measure_shard(self.replica, shard_input)
+        finally:
+            self.in_hand = None
         self._tell_seconds("measuring", measured.seconds)
         tokens = measured.input.tokens.size * len(measured.measured)
         TOKENS_MEASURED.tell(tokens, **self.tags)
         return measured
+
+    def _note_batch(self, tokens: int) -> None:
+        if self.in_hand is not None:
+            self.in_hand = self.in_hand._replace(tokens=tokens)
 
     def _tell_seconds(self, phase: str, seconds: float) -> None:
         PHASE_SECONDS.tell(seconds, **self.tags, phase=phase)

@@ -31,9 +31,10 @@ from headcount.schemas.files.places import Place, names, reason, write_whole
 from headcount.schemas.files.run_directory import RunDirectory
 
 Phase = Literal[
-    "loading the model",
+    "planning",
     "preparing tokens",
     "waiting for machines",
+    "loading the model",
     "measuring",
     "compacting",
     "stopped",
@@ -62,7 +63,8 @@ class Driver(BaseModel):
     detail: str = ""  # how far the phase is, in words; of an end, what it ended and why
     since: float  # when the phase began
     at: float  # when this was written
-    tokens_per_second: float | None = None  # how fast it measures; none before its first commit
+    tokens_per_second: float | None = None  # how fast it measures; none before its first batch
+    tokens_in_hand: int = 0  # that are measured and not committed yet
 
     @property
     def ended(self) -> bool:
@@ -140,7 +142,7 @@ class _Heartbeat:
 
     def __init__(self) -> None:
         host, process, now = socket.gethostname(), os.getpid(), time.time()
-        phase: Phase = "loading the model"
+        phase: Phase = "planning"
         self.driver = Driver(host=host, process=process, phase=phase, since=now, at=now)
         self.has_news = threading.Event()
         self.has_ended = threading.Event()
@@ -205,13 +207,23 @@ def fail(why: str) -> None:
         _Heartbeat.of_process.end(why)
 
 
-def note(phase: Phase, detail: str = "", tokens_per_second: float | None = None) -> None:
+def note(
+    phase: Phase,
+    detail: str = "",
+    tokens_per_second: float | None = None,
+    tokens_in_hand: int = 0,
+) -> None:
     """Note what this driver does, how far and how fast: a new phase at once, progress later."""
     heartbeat = _Heartbeat.of_process
     if heartbeat is None:
         return
     is_new = phase != heartbeat.driver.phase
-    said = {"phase": phase, "detail": detail, "tokens_per_second": tokens_per_second}
+    said = {
+        "phase": phase,
+        "detail": detail,
+        "tokens_per_second": tokens_per_second,
+        "tokens_in_hand": tokens_in_hand,
+    }
     # A new object, so that the thread never sees half of it.
     heartbeat.driver = heartbeat.driver.model_copy(
         update=said | ({"since": time.time()} if is_new else {})

@@ -66,6 +66,7 @@ class Status:
     damaged: int = 0  # of the missing ones, those committed whose files are not whole
     tokens: int = 0
     tokens_done: int = 0
+    tokens_in_hand: int = 0  # measured by drivers that live, and not committed yet
     bad_rows: int = 0
     damage: list[str] = field(default_factory=list)  # problems of the first damaged files
     documents: dict[str, int] | None = None  # of the corpus, by their fate
@@ -114,6 +115,7 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     # They go through the model once for each intervention.
     tokens = manifest.sequences * int(scan["n_ctx"]) * len(scan["interventions"])
     tokens_done = int(pc.sum(commit_log["tokens"]).as_py() or 0)
+    tokens_in_hand = sum(driver.tokens_in_hand for driver in alive)
     speed = sum(driver.tokens_per_second or 0.0 for driver in alive)
     is_measured = speed > 0 and not complete
     fates = run.fates()
@@ -141,13 +143,14 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
         damaged=len(damaged_shards),
         tokens=tokens,
         tokens_done=tokens_done,
+        tokens_in_hand=tokens_in_hand,
         bad_rows=pc.count_distinct(pc.list_flatten(commit_log["bad_rows"])).as_py(),
         damage=[str(damage) for damage in damages[:REASONS]],
         documents=fates.all if fates else None,
         failures=failures,
         at_work=bool(alive),
         tokens_per_second=speed if is_measured else None,
-        seconds_left=max(0, tokens - tokens_done) / speed if is_measured else None,
+        seconds_left=max(0, tokens - tokens_done - tokens_in_hand) / speed if is_measured else None,
         replicas=_paces(commit_log) if is_measured else [],
         **last_commit,
     )
@@ -211,7 +214,8 @@ def _progress(status: Status) -> Iterator[tuple[str, str]]:
     share = status.tokens_done / status.tokens if status.tokens else 1.0
     shards = f"{status.done:,} of {status.shards:,} done, {status.missing:,} missing"
     yield "shards", f"{shards}, {status.failed:,} of them failed"
-    yield "tokens", f"{status.tokens_done:,} of {status.tokens:,} ({share:.1%})"
+    in_hand = f", {status.tokens_in_hand:,} more in hand" if status.tokens_in_hand else ""
+    yield "tokens", f"{status.tokens_done:,} of {status.tokens:,} ({share:.1%}){in_hand}"
     if status.complete:
         yield "complete", "every shard is committed"
     elif status.tokens_per_second is not None and status.seconds_left is not None:

@@ -7,18 +7,25 @@ and written in one canonical form.
 import ast
 import hashlib
 import inspect
+import re
 import textwrap
-from collections.abc import Callable, Iterable
-from functools import cache
-from types import FunctionType
-from typing import Annotated, Any, ForwardRef, NamedTuple, cast, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache, partial
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, ModuleType, UnionType
+from typing import Annotated, Any, ForwardRef, NamedTuple, TypeVar, cast, get_args, get_origin
 
-from headcount.schemas.packages import MEASURING
+from headcount.schemas.packages import MEASURING, PACKAGE
 
 OURS = tuple(f"headcount.{package}." for package in MEASURING)
 """How the names of our modules begin whose code decides numbers."""
 
 LENGTH = 12  # hexadecimal digits of a fingerprint
+
+WRITTEN_WHOLE = ("datetime", "decimal", "fractions", "uuid", "numpy", "torch", "pyarrow")
+"""Modules whose objects write themselves whole, unless they write an address in memory."""
 
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
@@ -90,21 +97,17 @@ def _code_of_function(
     """
     assert isinstance(function, FunctionType)
     source = _read_function(function)
-    names = sorted(source.names - {function.__name__})
-    global_values = [function.__globals__.get(name) for name in names]
+    values = _values_read(function, source)
     callers = callers | {function}
     helpers = [
         _code_of_function(helper, None, callers)
-        for helper in map(_unwrapped, global_values)
+        for helper in map(_unwrapped, values)
         if _is_ours(helper) and helper not in callers
     ]
     # The tree does not say whose method `x.rows()` is. So of every class that the function names,
     # all methods count that have the name of one of its attributes.
-    classes = [
-        value
-        for value in global_values
-        if isinstance(value, type) and value.__module__.startswith("headcount.workers.")
-    ]
+    types = [value if isinstance(value, type) else type(value) for value in values]
+    classes = [cls for cls in types if cls.__module__.startswith("headcount.workers.")]
     for cls in [*classes, *([owner] if owner else [])]:
         helpers += [
             _code_of_function(method, cls, callers)
@@ -113,10 +116,132 @@ def _code_of_function(
             and _is_ours(method := _unwrapped(value))
             and method not in callers
         ]
-    # A constant of a module decides numbers as much as code does.
-    constants = [repr(value) for value in global_values if isinstance(value, int | float | str)]
-    closed_over = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
-    return "\n".join([source.text, *closed_over, *constants, *helpers])
+    # A constant of a module or of a class decides numbers as much as code does.
+    for cls in [value for value in [*values, owner] if _is_our_class(value)]:
+        values += _constants_of_class(cast("type", cls))
+    constants = [constant_text(value, callers) for value in values if not _is_code(value)]
+    return "\n".join([source.text, *constants, *helpers])
+
+
+def _values_read(function: FunctionType, source: "_Source") -> list[object]:
+    """What a function reads of its module, of a function around it, and of modules of ours."""
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    names = sorted(source.names - {function.__name__})
+    values += [function.__globals__[name] for name in names if name in function.__globals__]
+    for module in [value for value in values if isinstance(value, ModuleType)]:
+        if f"{module.__name__}.".startswith(OURS):
+            attributes = sorted(source.attributes & vars(module).keys())
+            values += [getattr(module, name) for name in attributes]
+    return values
+
+
+def _is_our_class(value: object) -> bool:
+    return isinstance(value, type) and value.__module__.startswith(OURS)
+
+
+def _constants_of_class(cls: type) -> list[object]:
+    """The members of an enumeration; of other classes their own values, such as defaults."""
+    if issubclass(cls, Enum):
+        return [*cls]
+    # The others are Python's, as `__doc__` and `_abc_impl`.
+    return [v for name, v in vars(cls).items() if not name.startswith(("__", "_abc_"))]
+
+
+def _is_code(value: object) -> bool:
+    """Whether a value is no constant: it counts as code, or belongs to Python or a library."""
+    if isinstance(value, partial):
+        return False
+    # Descriptors are functions, properties and slots.
+    is_described = hasattr(type(value), "__get__") or isinstance(value, type | ModuleType)
+    is_of_library = callable(value) and not type(value).__module__.startswith(OURS)
+    # For example `Literal["a", "b"]`: which options are refused changes no number.
+    is_alias = get_origin(value) is not None or isinstance(value, TypeVar | ForwardRef | UnionType)
+    return is_described or is_of_library or is_alias
+
+
+def constant_text(value: object, callers: frozenset[object] = frozenset()) -> str:
+    """A constant as text: the same in every process and on every machine, and no other's.
+
+    One that cannot be written so raises `TypeError`. `callers` as in `_code_of_function`: a table
+    of functions may be read by one of them.
+
+    >>> constant_text(({"b": 1}, frozenset("ca"), re.compile("x")))
+    "tuple({'b': 1}, frozenset('a', 'c'), Pattern('x', 32))"
+    """
+    text = partial(constant_text, callers=callers)
+    if (plain := _text_of_plain(value)) is not None:
+        return plain
+    kind = type(value).__name__
+    match value:
+        case Enum():
+            return f"{kind}.{value.name}({text(value.value)})"
+        case Mapping():
+            items = cast("Mapping[object, object]", value).items()
+            return f"{{{', '.join(f'{text(key)}: {text(item)}' for key, item in items)}}}"
+        case set() | frozenset():
+            return _call_text(kind, sorted(map(text, cast("set[object]", value))))
+        case tuple() | list():
+            return _call_text(kind, map(text, cast("list[object]", value)))
+        case partial():
+            return _call_text(kind, map(text, [value.func, value.args, value.keywords]))
+        case FunctionType() if _is_ours(value) and value not in callers:
+            return digest([_code_of_function(value, None, callers)])
+        case type() | FunctionType() | BuiltinFunctionType() | ModuleType():
+            module = getattr(value, "__module__", "")
+            return f"{module}.{getattr(value, '__qualname__', value.__name__)}"
+        case _:
+            return _text_of_object(value, text)
+
+
+def _text_of_plain(value: object) -> str | None:
+    """A number, a text, a path or a pattern, as text; None if a constant is something else."""
+    match value:
+        case Enum():
+            return None
+        case bool() | None | bytes() | bytearray() | range() | complex():
+            return repr(value)
+        # As plain numbers and texts: subclasses, such as NumPy's, may write themselves otherwise.
+        case int():
+            return int.__repr__(value)
+        case float():
+            return float.__repr__(value)
+        case str():
+            return str.__repr__(value)
+        case re.Pattern():
+            return _call_text("Pattern", [repr(value.pattern), repr(value.flags)])
+        case PurePath():
+            # A file of ours lies elsewhere on every machine.
+            is_ours = value.is_relative_to(PACKAGE)
+            return _call_text("Path", [repr(str(value.relative_to(PACKAGE) if is_ours else value))])
+        case _:
+            return None
+
+
+def _text_of_object(value: Any, text: Callable[[object], str]) -> str:  # noqa: ANN401
+    """An object of a library, or of a class of ours, as text; `text` writes what is in it."""
+    kind = type(value).__name__
+    if type(value) is object:
+        return kind  # A mark that stands for nothing else.
+    if is_dataclass(value):
+        content = {field.name: getattr(value, field.name) for field in fields(value)}
+        return f"{kind}{text(content)}"
+    # A tensor of PyTorch, which is not imported here.
+    array = value.detach().cpu().numpy() if hasattr(value, "detach") else value
+    if hasattr(array, "tobytes") and hasattr(array, "dtype"):
+        # An array of objects holds their addresses.
+        is_of_objects = array.dtype.hasobject
+        content = text(array.tolist() if is_of_objects else array.tobytes().hex())
+        return _call_text(kind, [str(array.dtype), str(tuple(array.shape)), content])
+    if type(value).__module__.partition(".")[0] in WRITTEN_WHOLE and "0x" not in repr(value):
+        return f"{kind}({value!r})"
+    raise TypeError(
+        f"a constant of type {kind} has no fingerprint: {value!r}; expected numbers, texts, arrays,"
+        " enumerations, dataclasses, or containers of them"
+    )
+
+
+def _call_text(name: str, arguments: Iterable[str]) -> str:
+    return f"{name}({', '.join(arguments)})"
 
 
 class _Source(NamedTuple):

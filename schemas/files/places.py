@@ -120,6 +120,31 @@ class StorePath:
 
 Place = Path | StorePath
 
+CUT_ADDRESS = re.compile(
+    r"(?!bundled:)(?:[a-z][a-z0-9+.-]+|.*/(?:file|s3a?|gs|gcs|abfss?|az|adl|hdfs|hf|https?)):/(?!/)",
+    re.I,
+)
+"""How an address begins that has lost a slash. A `Path` takes two slashes for one, and may put the
+working directory before them.
+"""
+
+
+def check_address(text: str) -> None:
+    """Refuse an address with one slash: it would mean a directory called `s3:`.
+
+    >>> check_address("s3:/bucket/runs")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    headcount.schemas.errors.ScanError: s3:/bucket/runs: an address that has lost a slash, ...
+    """
+    if match := CUT_ADDRESS.match(text):
+        scheme = match[0].rpartition(":")[0].rpartition("/")[2]
+        # The path of a file begins with a slash itself.
+        slashes = ":///" if scheme.lower() == "file" else "://"
+        raise ScanError(
+            f"{text}: an address that has lost a slash, as in a Path of Python; expected it as a "
+            f"text, '{scheme}{slashes}{text[match.end() :]}'"
+        )
+
 
 def place(where: str | Place) -> Place:
     """The place that a text names: a local path, `file://…`, `s3://bucket/…` or `gs://bucket/…`.
@@ -135,6 +160,7 @@ def place(where: str | Place) -> Place:
     if isinstance(where, StorePath):
         return where
     text = str(where)
+    check_address(text)
     scheme, separator, path = text.partition("://")
     if not separator:
         return Path(os.path.expanduser(text))
@@ -153,8 +179,38 @@ def place(where: str | Place) -> Place:
         )
     if not bucket:
         raise ScanError(f"{text}: expected {scheme}://BUCKET/PATH")
+    if {".", ".."} & {*path.split("/")}:
+        # A store takes them for names, and a directory of it has no parent.
+        raise ScanError(f"{text}: expected an address without . and .. among its names")
     # Two slashes in a row would name another object than one slash does.
     return StorePath(re.sub(r"(?<!:)/+", "/", text).rstrip("/"))
+
+
+def check_on_disk(path: str | Path) -> None:
+    """Refuse an address where only a file of this machine can be read or written."""
+    if "://" in str(path) or CUT_ADDRESS.match(str(path)):
+        raise ScanError(f"{path}: an address; expected a file of this machine")
+
+
+def check_directory(key: str, directory: str) -> None:
+    """Refuse a directory of this machine that cannot be made or written to; nothing is made.
+
+    `key` is what names it. A store is asked only when something is written.
+    """
+    path = absolute(directory)
+    if not isinstance(path, Path):
+        return
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not there.is_dir():
+        kind = (
+            "a link that leads nowhere" if there.is_symlink() and not there.exists() else "a file"
+        )
+        raise ScanError(f"{key}: expected a directory, got {directory!r}, and {there} is {kind}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ScanError(
+            f"{key}: {directory!r} cannot be written: this user may not write to {there}; allow "
+            "it, or name another directory"
+        )
 
 
 def region_and_endpoint() -> tuple[str | None, str | None]:

@@ -6,14 +6,14 @@ import json
 import re
 import tomllib
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from headcount.schemas.errors import ScanError, unknown
-from headcount.schemas.files.places import place
+from headcount.schemas.files.places import check_address, check_on_disk, place
 from headcount.schemas.formula_kinds import CURVES, PROFILES, WEIGHT_STATISTICS
 from headcount.schemas.formulas import Computed, Formula, Kind, check_names
 from headcount.schemas.scans.intervention import NONE, Intervention
@@ -63,6 +63,9 @@ GRADIENT_PRECISIONS = ("auto", "float32", "float64")
 
 CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_rows_in_a_row")
 """Fields that say how, how much and where. A run is found again if only these differ."""
+
+UNORDERED = ("files", "columns", "where")
+"""Options of inputs whose lists mean the same in any order."""
 
 LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse"}
 """Values with which a field is no part of what rows mean."""
@@ -154,7 +157,9 @@ class Scan(Measured):
     sequences: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | Literal["all"]
     """How many sequences; all means as many as the corpus holds."""
     sequences_per_shard: Annotated[int, Field(ge=1, le=MOST_IN_A_SHARD)] = 256
-    """Sequences in one shard: the unit of work, of retry and of commit."""
+    """Sequences in one shard: the unit of work, of retry and of commit. If the scan leaves it out,
+    a CPU gets fewer of a large model: about a minute's work.
+    """
     batch_size: Count | Literal["auto"] = "auto"
     """Sequences in one forward pass. auto: the scan finds the fastest while it runs."""
     seed: Seed = 0
@@ -213,11 +218,18 @@ class Scan(Measured):
         """What rows mean, as a run's manifest keeps it.
 
         Kinds without a formula, and what `LEFT_OUT` names, are left out. So scans from before these
-        fields existed keep their fingerprint.
+        fields existed keep their fingerprint. Lists are sorted where the order means nothing.
         """
         unused = {kind.field for kind in KINDS if not self.names(kind)}
         unused |= {field for field, value in LEFT_OUT.items() if getattr(self, field) == value}
-        return self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
+        record = self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
+        for kind in KINDS:
+            if isinstance(record.get(kind.field), list):
+                record[kind.field].sort()
+        # The untouched model comes first, as nearly every scan has it.
+        texts = sorted(map(str, self.interventions))
+        record["interventions"] = sorted(texts, key=str(NONE).__ne__)
+        return record | {"input": in_one_order(record["input"])}
 
     @property
     def fingerprint(self) -> str:
@@ -226,9 +238,32 @@ class Scan(Measured):
         content = json.dumps(self.record, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:8]
 
+    @property
+    def names_shards(self) -> bool:
+        """Whether the scan says itself how many sequences a shard has."""
+        return "sequences_per_shard" in self.model_fields_set
+
     def run_id(self, name: str) -> str:
         """The id of the run of this scan. The same scan has the same id and finds its run again."""
         return f"{safe_name(name)}-{self.fingerprint}"
+
+
+def in_one_order(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an input, those of `UNORDERED` with sorted lists.
+
+    >>> in_one_order({"where": {"lang": ["en", "de"]}, "keys": ["b", "a"]})
+    {'where': {'lang': ['de', 'en']}, 'keys': ['b', 'a']}
+    """
+
+    def ordered(value: Any) -> Any:  # noqa: ANN401 - whatever TOML holds
+        if isinstance(value, dict):
+            return {key: ordered(item) for key, item in cast("dict[str, Any]", value).items()}
+        # Numbers and texts may stand in one list.
+        return (
+            sorted(cast("list[Any]", value), key=json.dumps) if isinstance(value, list) else value
+        )
+
+    return {name: ordered(v) if name in UNORDERED else v for name, v in options.items()}
 
 
 def safe_name(name: str) -> str:
@@ -257,6 +292,7 @@ def load_scan(path: Path, overrides: Iterable[str] = ()) -> Scan:
 
 def read_fields(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """The fields of a scan file with each `key=value` put in; nothing is validated."""
+    check_on_disk(path)
     try:
         # Editors on Windows begin files with a mark of the encoding, which utf-8-sig skips.
         fields = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -391,6 +427,9 @@ def _check_gradients(scan: Scan) -> None:
 
 def _check_paths(scan: Scan) -> None:
     """Refuse names that no file system takes, and directories that cannot hold runs."""
+    inputs = [scan.input.options.get(option) for option in ("files", "text", "dataset")]
+    for _, text in [("", scan.model), *_texts(inputs)]:
+        check_address(text)
     paths = {"model": scan.model, "out": scan.out, "corpora": scan.corpora or "corpora"}
     for key, path in paths.items():
         longest = max(path.split("/"), key=len)

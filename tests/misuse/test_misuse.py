@@ -274,8 +274,9 @@ def opened_runs(shelf: Path) -> Iterator[Any]:
 @rows("python")
 def test_a_call_is_refused(folder: Folder, loaded_model: Any, opened_runs: Any, row: list[str]):
     expression, line = row
+    names = {"headcount": headcount, "Path": Path, "model": loaded_model, "runs": opened_runs}
     with pytest.raises(headcount.Error) as refused:
-        eval(expression, {"headcount": headcount, "model": loaded_model, "runs": opened_runs})
+        eval(expression, names)
     found = str(refused.value).replace(str(folder.path), "TMP")
     assert agree(line, found), found
     assert not (folder.path / "runs").exists()

@@ -1,14 +1,18 @@
 """What a text names in each registry: an entry with its options, or a line on what is wrong."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headcount.schemas.errors import ScanError
+from headcount.schemas.errors import HeadcountError, ScanError
 from headcount.schemas.formula_kinds import prediction, profile, statistic, weight
 from headcount.schemas.formulas import Formula
 from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.registry import Entry, Registry, parse_call
+from headcount.schemas.registry import Entry, Registry, import_files, parse_call
 from headcount.schemas.scans import kinds
 from headcount.schemas.scans.values import Count, Share
 from headcount.schemas.statistics import STATISTICS
@@ -122,3 +126,42 @@ def test_a_function_that_breaks_the_rules_of_its_kind_is_refused(
     assert problem in str(wrong.value)
     formulas: list[Formula] = [f for kind in KINDS.values() for f in kind.values()]
     assert function not in [formula.function for formula in formulas]
+
+
+@pytest.mark.parametrize(("code", "line"), [
+    ("x = (\n", "line 1: SyntaxError: '(' was never closed"),
+    ("\nimport nothing_of_ours.x as y\n", ""),  # a library that is missing is said elsewhere
+    ("\n\n1 / 0\n", "line 3: ZeroDivisionError: division by zero"),
+    ("def f():\n    raise ValueError('defined\\ntwice')\n\nf()\n", "line 2: defined twice"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, line: str
+):
+    package = f"toy_formulas_{len(code)}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    file = tmp_path / package / "wrong.py"
+    file.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    if not line:
+        with pytest.raises(ModuleNotFoundError, match="nothing_of_ours"):
+            import_files(package, [str(file.parent)])
+        return
+    with pytest.raises(HeadcountError) as wrong:
+        import_files(package, [str(file.parent)])
+    assert str(wrong.value).startswith(f"{file}, {line}; mend this file")
+
+
+def test_without_docstrings_runs_are_read_and_nothing_is_described():
+    program = (
+        "from headcount.schemas.scans.kinds import KINDS\n"
+        "from headcount.schemas.errors import HeadcountError\n"
+        "entropy = KINDS[0]['entropy']\n"
+        "print(entropy.unit, entropy.fingerprint)\n"
+        "try:\n    entropy.record\nexcept HeadcountError as error:\n    print(error)\n"
+    )
+    words = [sys.executable, "-OO", "-c", program]
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    entropy = STATISTICS["entropy"]
+    assert lines[0] == f"{entropy.unit} {entropy.fingerprint}"
+    assert re.fullmatch(r"PYTHONOPTIMIZE=2 .* set PYTHONOPTIMIZE=1", lines[1])

@@ -407,7 +407,7 @@ def test_two_drivers_of_a_run_share_its_shards(store: S3Server, monkeypatch: pyt
 
     def drive() -> list[Commit | Failure]:
         shards = missing_shards(plan)
-        measured = measure_in_process(plan, shards, "cpu", 1, PacedReplica)
+        measured = measure_in_process(plan, shards, Resources(0, 1, "cpu"), PacedReplica)
         return list(followed(plan.run, measured, print))
 
     with ThreadPoolExecutor(2) as pool:

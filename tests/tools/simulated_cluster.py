@@ -93,7 +93,7 @@ class Actor:
         self.free_at = cluster.now + LOAD_SECONDS
         """When it has done what it was given."""
         self.pending: set[Reference] = set()
-        for name in ("ready", "told_to_leave", "leave", "measure"):
+        for name in ("ready", "told_to_leave", "leave", "how_far", "measure"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     @property
@@ -111,6 +111,10 @@ class Actor:
         reference = Reference()
         self.pending.add(reference)
         return reference
+
+    @of_ray
+    def _how_far(self) -> Reference:
+        return Reference(None, is_there=True)
 
     def _leave(self, reason: str) -> None:
         raise AssertionError(reason)

@@ -3,17 +3,22 @@
 import importlib.util
 import itertools
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from headcount.jobs.plan.plan import Plan
+from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
+from headcount.workers.model.files.bundled_models import BUNDLED
 from tests.toys.runs_here import begun
+from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_runs import local
 
 CODE = '''
@@ -91,6 +96,93 @@ def test_a_change_of_meaning_shows_and_no_other(tmp_path: Path, old: str, new: s
     assert (fingerprint_of(tmp_path, old, new) != fingerprint_of(tmp_path)) == shows
 
 
+CONSTANTS = """
+import re, enum, dataclasses, functools
+import numpy as np
+class Mode(enum.Enum):
+    A = 1
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    size: int = 2
+    names: tuple = ("a",)
+def doubled(x, by=2):
+    return x * by
+TABLE = {"a": doubled}
+CONSTANT = VALUE
+def read(x):
+    return CONSTANT, x
+"""
+
+
+def constant_fingerprint(path: Path, value: str) -> str:
+    """The fingerprint of a function of `workers` that reads a constant with this value."""
+    file = path / f"made_{next(COUNT)}.py"
+    file.write_text(CONSTANTS.replace("VALUE", value))
+    spec = importlib.util.spec_from_file_location(f"headcount.workers.{file.stem}", file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return fingerprint(module.read)
+
+
+@pytest.mark.parametrize(("value", "other"), [
+    ("('Mary', 'John')", "('Mary', 'Tom')"), ("['a']", "['b']"), ("{'a': [1]}", "{'a': [2]}"),
+    ("{'a': 1}", "{'b': 1}"), ("{'a', 'b'}", "{'a', 'c'}"), ("frozenset('ab')", "frozenset('a')"),
+    ("Mode.A", "2"), ("Facts()", "Facts(3)"), ("np.arange(3)", "np.arange(4)"),
+    ("np.arange(3)", "np.arange(3.0)"), ("np.array(['a', None])", "np.array(['b', None])"),
+    ("re.compile('a' * 300)", "re.compile('a' * 299 + 'b')"),
+    ("re.compile('a')", "re.compile('a', re.I)"),
+    ("functools.partial(doubled, by=3)", "functools.partial(doubled, by=4)"),
+    ("{'f': doubled}", "{'f': dataclasses.fields}"), ("b'a'", "b'b'"), ("range(3)", "range(4)"),
+    ("((1, (2, {'a': {3}})),)", "((1, (2, {'a': {4}})),)"),
+])  # fmt: skip
+def test_a_constant_that_code_reads_shows(tmp_path: Path, value: str, other: str):
+    assert constant_fingerprint(tmp_path, value) == constant_fingerprint(tmp_path, value)
+    assert constant_fingerprint(tmp_path, value) != constant_fingerprint(tmp_path, other)
+
+
+def test_the_elements_of_a_set_have_one_order(tmp_path: Path):
+    letters = "{'a', 'b', 'c', 'd', 'e', 'f'}"
+    assert constant_fingerprint(tmp_path, letters) == constant_fingerprint(
+        tmp_path, "{'f', 'e', 'd', 'c', 'b', 'a'}"
+    )
+
+
+@pytest.mark.parametrize(
+    "value", ["iter(())", "np.random.default_rng()", "[lambda: 1, object, iter('a')]"]
+)
+def test_a_constant_that_cannot_be_written_down_is_an_error(tmp_path: Path, value: str):
+    with pytest.raises(TypeError, match="has no fingerprint"):
+        constant_fingerprint(tmp_path, value)
+
+
+def constants_of_families() -> list[tuple[str, str]]:
+    """The constants of the modules of input families, by module."""
+    modules = {entry.function.__module__ for entry in INPUTS.values()}
+    return [
+        (module, name)
+        for module in sorted(modules)
+        for name, value in vars(sys.modules[module]).items()
+        if name.isupper() and isinstance(value, tuple | dict)
+    ]
+
+
+@pytest.mark.parametrize(("module", "name"), constants_of_families())
+def test_another_constant_of_an_input_family_is_another_family(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str
+):
+    def fingerprints() -> list[str]:
+        return [fingerprint(entry.function) for entry in INPUTS.values()]
+
+    before = fingerprints()
+    value = getattr(sys.modules[module], name)
+    changed = (*value, "more") if isinstance(value, tuple) else {**value, ".more": "more"}
+    monkeypatch.setattr(sys.modules[module], name, changed)
+    assert fingerprints() != before
+
+
 def planned(path: Path, name: str) -> Plan:
     fields = {"model": "bundled:attn-only-2l-mini", "n_ctx": 9, "sequences": 2, "out": str(path)}
     fields |= {"input": {"family": "ngram_overlap"}}
@@ -130,3 +222,60 @@ def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
     )
     with pytest.raises(QueryError, match=problem):
         connect(tmp_path)
+
+
+def test_one_model_and_one_corpus_are_one_run_however_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(BUNDLED["gpt2-mini"], tmp_path / "m")
+    Path("link").symlink_to("m")
+    (tmp_path / "t").mkdir()
+    write_jsonl(tmp_path / "t" / "a.jsonl", [(f"document {n} about foxes", None) for n in range(4)])
+    shutil.copytree(tmp_path / "t", tmp_path / "copy")
+    Path("l").symlink_to("t")
+    fields = {"n_ctx": 9, "sequences": 2, "out": "runs", "statistics": ["sink_mass", "entropy"]}
+    fields |= {"interventions": ["zero_head(0,0)", "none"]}
+    synthetic = {"family": "uniform_random"}
+    first = begun(fields | {"model": "m", "input": synthetic}, "a").run
+    for model in ("./m", "m/", str(tmp_path / "m"), "link", "bundled:gpt2-mini"):
+        assert (
+            make_plan(parse_scan(fields | {"model": model, "input": synthetic}), "a").run == first
+        )
+    files = ["t/*.jsonl", "./t/a.jsonl", str(tmp_path / "t" / "*"), "l/a.jsonl", "copy/a.jsonl"]
+    texts = [{"family": "pile", "files": each} for each in (*files, ["copy/a.jsonl"])]
+    first = begun(fields | {"model": "m", "input": texts[0]}, "b").run
+    for text in texts:
+        plan = make_plan(parse_scan(fields | {"model": "link", "input": text}), "b")
+        assert plan.run == first
+    # The manifest says how the scan that continues it names the place.
+    assert plan.manifest.places == {"model": "link", "input.files": ["copy/a.jsonl"]}
+    write_jsonl(tmp_path / "copy" / "a.jsonl", [("another document", None) for _ in range(4)])
+    other = make_plan(parse_scan(fields | {"model": "m", "input": texts[-1]}), "b")
+    assert other.run != first
+    # Another run of the scan, and then the newest, whatever the place is called.
+    scan = parse_scan(fields | {"model": "./m", "input": synthetic})
+    new = make_plan(scan, "a", new=True)
+    prepare_run(new, "")
+    assert new.run.run_id.endswith("-2")
+    for model in ("m", "link"):
+        scan = parse_scan(fields | {"model": model, "input": synthetic})
+        assert make_plan(scan, "a").run == new.run
+
+
+@pytest.mark.parametrize(("change", "other"), [
+    ({"statistics": ["sink_mass", "entropy"]}, {"statistics": ["entropy", "sink_mass"]}),
+    ({"interventions": ["none", "zero_head(0,0)"]}, {"interventions": ["zero_head(0,0)", "none"]}),
+    ({"profiles": ["sink_resid_post_by_dimension", "attention_by_lag"]},
+     {"profiles": ["attention_by_lag", "sink_resid_post_by_dimension"]}),
+    ({"input": {"family": "pile", "files": ["a", "b"], "where": {"k": [1, "2"]}}},
+     {"input": {"family": "pile", "files": ["b", "a"], "where": {"k": ["2", 1]}}}),
+    ({"input": {"family": "pile", "files": "a", "columns": ["x", "y"]}},
+     {"input": {"family": "pile", "files": "a", "columns": ["y", "x"]}}),
+])  # fmt: skip
+def test_the_order_of_a_list_that_means_nothing_makes_no_other_run(
+    change: dict[str, object], other: dict[str, object]
+):
+    fields = {"model": "m", "n_ctx": 9, "sequences": 2, "input": {"family": "uniform_random"}}
+    assert parse_scan(fields | change).run_id("a") == parse_scan(fields | other).run_id("a")
+    assert parse_scan(fields | change).run_id("a") != parse_scan(fields).run_id("a")

@@ -13,6 +13,7 @@ import pytest
 
 from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import measure_in_process
 from headcount.schemas.errors import RunError
 from headcount.schemas.scans.scan import parse_scan
@@ -53,7 +54,7 @@ def test_a_run_goes_on_in_the_precision_it_was_begun_in(plan: Plan) -> None:
     assert begun_precisions(plan.run) == {"float32"}
     tf32_plan = replace(plan, scan=plan.scan.model_copy(update={"precision": "tf32"}))
     with pytest.raises(RunError, match=r"begun in float32, and precision = 'auto' means tf32"):
-        next(measure_in_process(tf32_plan, np.array([0]), "cpu"))
+        next(measure_in_process(tf32_plan, np.array([0]), Resources(device="cpu")))
 
 
 def test_a_run_directory_holds_what_the_design_says(plan: Plan) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import pyarrow.fs as pafs
@@ -107,7 +107,7 @@ class Extent:
             path = source.path
             # URLs and names on the Hub are the same from every directory.
             if "://" not in path and (source.kind != "hub" or os.path.isdir(path)):
-                path = os.path.abspath(os.path.expanduser(path))
+                path = _real_path(os.path.abspath(os.path.expanduser(path)))
             identity = [source.kind, path, source.split, source.part, source.parts]
             state = [source.bytes, source.changed, source.version]
             digest.update(f"{json.dumps([*identity, *state, self.start, self.stop])}\n".encode())
@@ -118,6 +118,18 @@ class Extent:
         for source, now in zip(self.sources, sources_now(self.sources), strict=True):
             if source != now:
                 raise CorpusError(f"{printable(source.name)}: {CHANGED}")
+
+
+def _real_path(path: str) -> str:
+    """A path without links. Of a million files in a directory, it is followed once."""
+    directory, name = os.path.split(path)
+    path = os.path.join(_real_directory(directory), name)
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+@lru_cache
+def _real_directory(directory: str) -> str:
+    return os.path.realpath(directory)
 
 
 def extents_of(sources: Sequence[Source]) -> list[Extent]:
