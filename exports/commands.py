@@ -192,7 +192,8 @@ def _tried_out(exported: Exported, source: ExportSource, model: str | None, devi
     prepare_process()
     # On the model where it lies now, which may have moved since the run.
     path, n_ctx = model or source.run["model"], source.run["n_ctx"]
-    trial = HeadTrial(path, cut.sink, cut.recent, n_ctx=n_ctx, device=device)
+    adapter = source.opened.manifest.identity["scan"].get("adapter", "refuse")
+    trial = HeadTrial(path, cut.sink, cut.recent, n_ctx=n_ctx, device=device, adapter=adapter)
     heads = cut.heads
     lines: list[str] = []
     if cut.is_ranking:
@@ -244,7 +245,10 @@ def _scan(
     from headcount.workers.model.files.model_info import describe, find_model
 
     # No longer than the model takes, unless the user says so.
-    positions = describe(find_model(fields["model"])).n_ctx
+    overridden = override_fields(fields, overrides or [])
+    directory = find_model(overridden["model"], overridden.get("revision"))
+    adapter = overridden.get("adapter", "refuse")
+    positions = describe(directory, adapter=adapter).n_ctx
     run = run_scan(
         override_fields(needs.scan_fields(fields["model"], positions) | fields, overrides or []),
         {},

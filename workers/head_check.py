@@ -23,6 +23,7 @@ from headcount.workers.engine.prediction_inputs import PredictionInputs, check_u
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_files import AdapterChoice
 from headcount.workers.replica import Replica
 
 MOST_TOKENS = 16_384  # of a batch
@@ -87,9 +88,10 @@ class HeadTrial:
         n_ctx: int | None = None,
         sequences: int = 64,
         device: Literal["auto", "cpu", "cuda"] = "auto",
+        adapter: AdapterChoice = "refuse",
     ) -> None:
         models = KnownModels()
-        self.info = models.describe(model)
+        self.info = models.describe(model, adapter=adapter)
         self.model = model
         self.sink = sink
         self.recent = recent

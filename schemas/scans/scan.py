@@ -64,7 +64,7 @@ GRADIENT_PRECISIONS = ("auto", "float32", "float64")
 CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_rows_in_a_row")
 """Fields that say how, how much and where. A run is found again if only these differ."""
 
-LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse"}
+LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse", "adapter": "refuse"}
 """Values with which a field is no part of what rows mean."""
 
 
@@ -102,6 +102,10 @@ class Setting(BaseModel):
     unused_weights: Literal["refuse", "ignore"] = "refuse"
     """What to do about tensors in the model's files that its config.json has no use for, such as
     those of a further layer.
+    """
+    adapter: Literal["refuse", "apply", "ignore"] = "refuse"
+    """What to do about an adapter (adapter_config.json) that lies beside full weights. apply:
+    measure the weights with it. ignore: measure the weights alone.
     """
     precision: str = "auto"
     """Number formats of the model's products. auto: the fastest with acceptable drift
