@@ -124,6 +124,7 @@ def fp8_kv_checkpoint(
         raise QueryError(f"{source.destination}: expected a folder of this disk, to link weights")
     if source.destination.resolve() == directory.resolve():
         raise QueryError(f"{directory}: is the checkpoint itself; expected another folder")
+    left_out = _adapter_left_out(source, directory)
     config, index = _config(directory), _index(directory)
     text = config.get("text_config", config)
     expected = {"num_attention_heads": run["n_heads"], "num_key_value_heads": source.kv_shape[1]}
@@ -152,7 +153,9 @@ def fp8_kv_checkpoint(
     scheme |= {"dynamic": False, "symmetric": True}
     config[key] = {**(config.get(key) or UNQUANTISED), "kv_cache_scheme": scheme}
     # With a file of the default name beside it, transformers would not look into the index.
-    weights = {path.name: path for path in directory.iterdir() if path.is_file()}
+    weights = {
+        path.name: path for path in directory.iterdir() if path.is_file() and path not in left_out
+    }
     if WEIGHTS in weights and not (directory / INDEX).is_file():
         renamed = "model-00001-of-00001.safetensors"
         weights[renamed] = weights.pop(WEIGHTS)
@@ -169,6 +172,21 @@ def fp8_kv_checkpoint(
         SCALES: source.safetensors_file(tensors),
     }
     return Exported(files=files, notes=(f"attention modules: {prefix}", *input_notes(source)))
+
+
+def _adapter_left_out(source: ExportSource, directory: Path) -> list[Path]:
+    """The files of an adapter that the run was measured without."""
+    from headcount.workers.model.files.model_files import adapter_files, check_adapter
+
+    manifest = source.opened.manifest
+    adapter = manifest.identity["scan"].get("adapter", "refuse")
+    if adapter == "apply":
+        raise QueryError(
+            f"run {source.run_id}: was measured with an adapter, which a folder with scales does "
+            "not apply; merge it into the weights, and measure these"
+        )
+    check_adapter(directory, adapter, manifest.model["layout"])
+    return adapter_files(directory)
 
 
 def _config(directory: Path) -> dict[str, Any]:

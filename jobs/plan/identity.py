@@ -99,7 +99,7 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     # The files come first: a changed configuration explains what follows.
     files, files_now = manifest.model.get("files", {}), dict(resolved.info.files)
     changes = [
-        f"the model's {'configuration' if name == 'config.json' else 'weights'} "
+        f"the model's {_kind_of_file(name)} "
         f"({name}: {files.get(name, 'not there')}, now {files_now.get(name, 'not there')})"
         for name in sorted({*files, *files_now})
         if files.get(name) != files_now.get(name)
@@ -123,6 +123,12 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
         changes = [f"the code of {line}" for line in lines]
     if changes:
         raise OtherRunError(f"{run.path}: this run measured something else: {', '.join(changes)}")
+
+
+def _kind_of_file(name: str) -> str:
+    if name == "config.json":
+        return "configuration"
+    return "adapter" if name.startswith("adapter_") else "weights"
 
 
 def _values(identity: Mapping[str, Any]) -> dict[str, Any]:

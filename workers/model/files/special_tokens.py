@@ -61,11 +61,12 @@ def special_tokens(
     """
     check_tokenizer_files(path)
     generation = read_object(path / GENERATION) if (path / GENERATION).is_file() else {}
+    configurations = {CONFIG: config, GENERATION: generation}
     of_tokenizer = _tokenizer_tokens(path)
     return {
         field: _settled(
             field,
-            {CONFIG: config.get(field), GENERATION: generation.get(field)},
+            {file: fields[field] for file, fields in configurations.items() if field in fields},
             of_tokenizer[field],
             d_vocab,
             (defaults or {}).get(field),
@@ -92,30 +93,33 @@ def _settled(
     d_vocab: int,
     default: object,
 ) -> SpecialToken:
-    """The token of a field, whose value each of some configurations has or has not."""
+    """The token of a field, by its value in each configuration that has the field."""
     stated = {file: value for file, value in values.items() if token_ids(value)}
     if of_tokenizer.id is not None and 0 <= of_tokenizer.id < d_vocab:
-        words = f"its tokenizer's {of_tokenizer.words} is used"
-        for file, value in stated.items():
-            if of_tokenizer.id not in token_ids(value):
-                return SpecialToken(of_tokenizer.id, f"{field} is {value} in {file}; {words}")
-        # transformers itself would take another.
-        if CONFIG not in stated and default is not None and of_tokenizer.id != default:
-            return SpecialToken(of_tokenizer.id, f"{CONFIG} does not name {field}; {words}")
-        return SpecialToken(of_tokenizer.id)
-    if stated:
-        file, *others = stated
-        token = first_in_vocabulary(stated[file], d_vocab)
-        if token is None:
-            return SpecialToken(None)
-        for other in others:
-            if token not in token_ids(stated[other]):
-                note = f"{field} is {stated[other]} in {other}; {file}'s {token} is used"
-                return SpecialToken(token, note)
-        return SpecialToken(token, _doubt(field, file, token, of_tokenizer))
-    if default is None:
+        # transformers itself would take its default.
+        is_wrong = CONFIG not in stated and default not in (None, of_tokenizer.id)
+        note = f"{CONFIG} does not name {field}" if is_wrong else ""
+        note = _contradiction(field, stated, of_tokenizer.id) or note
+        used = f"; its tokenizer's {of_tokenizer.words} is used"
+        return SpecialToken(of_tokenizer.id, note + used if note else "")
+    # A null in config.json says that there is none.
+    if values.get(CONFIG, 0) is None or not stated:
+        unused = f"no file names {field}, and transformers' {default} is not used"
+        return SpecialToken(None, "" if default is None else unused)
+    file = next(iter(stated))
+    token = first_in_vocabulary(stated[file], d_vocab)
+    if token is None:
         return SpecialToken(None)
-    return SpecialToken(None, f"no file names {field}, and transformers' {default} is not used")
+    note = _contradiction(field, stated, token)
+    used = f"; {file}'s {token} is used"
+    return SpecialToken(token, note + used if note else _doubt(field, file, token, of_tokenizer))
+
+
+def _contradiction(field: str, stated: Mapping[str, object], token: int) -> str:
+    """The first configuration that does not name a token; empty if all do."""
+    others = (file for file, value in stated.items() if token not in token_ids(value))
+    file = next(others, None)
+    return f"{field} is {stated[file]} in {file}" if file else ""
 
 
 def _doubt(field: str, file: str, token: int, of_tokenizer: _TokenizerToken) -> str:
