@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = peft.LoraConfig(
         r=2, target_modules=["q_proj", "k_proj"], use_rslora=True, task_type="CAUSAL_LM"
     )
-    model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    # PEFT warns of words that transformers gives up.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -119,9 +123,9 @@ def test_an_adapter_beside_full_weights_is_applied_or_ignored_as_the_scan_says(
 @pytest.mark.parametrize(("adapter", "choice", "told"), [
     (ADAPTER[:1], "refuse", "has an adapter (adapter_config.json) beside full weights; set …"),
     (ADAPTER[1:], "refuse", "has an adapter (adapter_model.safetensors) beside full weights; …"),
-    (ADAPTER[:1], "apply", "adapter is 'apply', and the directory has of an adapter only "
-     "adapter_config.json; expected adapter_config.json and adapter_model.safetensors"),
-    ((), "apply", "adapter is 'apply', and the directory has no adapter; expected "
+    (ADAPTER[:1], "apply", "adapter is 'apply', and the directory has only "
+     "adapter_config.json of one; expected adapter_config.json and adapter_model.safetensors"),
+    ((), "apply", "adapter is 'apply', and the directory has none; expected "
      "adapter_config.json and adapter_model.safetensors"),
 ])  # fmt: skip
 def test_half_an_adapter_and_none_are_told(
@@ -222,9 +226,8 @@ def test_the_parts_that_the_index_names_are_the_model(adapted: Path, command: Co
     code, lines = command("doctor", "--model", folder)
     assert code == 0
     code, lines = command("scan", "parts.toml", "--replicas", "0", "--new")
-    assert lines[0].partition(": ")[2] == (
-        f"the weights are those of model.safetensors; {index.name} names others, which are not read"
-    )
+    told = f"the weights are those of model.safetensors; {index.name} names others, which are not"
+    assert any(f"{told} read" in line for line in lines)
 
 
 @pytest.mark.parametrize("places", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])

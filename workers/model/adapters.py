@@ -21,7 +21,10 @@ MERGED_MODULE = "unload_and_optionally_merge_module"
 def apply_adapter(model: Any, path: Path, tokens: Tensor) -> None:  # noqa: ANN401 (of transformers)
     """Merge the adapter that lies in a directory into the weights of a model."""
     try:
-        report = model.load_adapter(str(path))
+        # PEFT warns of words that transformers gives up.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = model.load_adapter(str(path))
     except ImportError:
         raise ModelError(
             f"{path}: adapter is 'apply', and the library that does it is not installed: "

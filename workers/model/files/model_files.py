@@ -149,9 +149,11 @@ def adapter_files(path: Path) -> list[Path]:
 def check_adapter(path: Path, choice: AdapterChoice, layout: str) -> None:
     """Refuse an adapter beside full weights of which nobody says whether it belongs to them."""
     files = adapter_files(path)
+    for file in files:
+        check_no_pointer(file)
     names = " and ".join(file.name for file in files)
     if choice == "apply" and len(files) < 2:
-        missing = "no adapter" if not files else f"of an adapter only {names}"
+        missing = f"only {names} of one" if files else "none"
         raise ModelError(
             f"{path}: adapter is 'apply', and the directory has {missing}; expected "
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS[0]}"

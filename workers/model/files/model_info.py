@@ -236,6 +236,7 @@ def describe(
                 f"({reason(error)})"
             ) from None
         shape = shape_of(text_config, f"{path}/config.json")
+        _check_rotation(text_config, f"{path}/config.json")
         tokens, defaults = _text_fields(config, loaded, text_config), vars(text_config)
     check_adapter(path, adapter, layout)
     digests = digests or file_digests(path, layout, adapter)
@@ -255,6 +256,21 @@ def describe(
             *(token.note for token in special.values() if token.note),
         ),
     )
+
+
+def _check_rotation(config: PretrainedConfig, where: str) -> None:
+    """Refuse rotary positions of a type that transformers cannot make."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters: Any = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return
+    # Where layers differ, each type of layer has its own.
+    for each in (parameters, *parameters.values()):
+        kind = each.get("rope_type", "default") if isinstance(each, dict) else "default"
+        known = {"default", *ROPE_INIT_FUNCTIONS}
+        if kind not in known:
+            raise ModelError(f"{where}: {unknown('rope_type', str(kind), known)}")
 
 
 def _text_fields(
