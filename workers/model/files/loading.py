@@ -219,7 +219,7 @@ def _stub_tokenizer() -> Iterator[Any]:
 
 # Pickles
 
-NOT_A_TENSOR = re.compile("unsupported [^.\n]+(?:\\.[^.\\s]+)*", re.IGNORECASE)
+NOT_A_TENSOR = re.compile(r"unsupported \S+ \S*\w", re.IGNORECASE)
 """What PyTorch says of an object in a pickle that is not read. The rest of its message advises to
 read the pickle all the same.
 """
