@@ -178,14 +178,13 @@ def _adapter_left_out(source: ExportSource, directory: Path) -> list[Path]:
     """The files of an adapter that the run was measured without."""
     from headcount.workers.model.files.model_files import adapter_files, check_adapter
 
-    manifest = source.opened.manifest
-    adapter = manifest.identity["scan"].get("adapter", "refuse")
+    adapter = source.opened.manifest.identity["scan"].get("adapter", "refuse")
     if adapter == "apply":
         raise QueryError(
             f"run {source.run_id}: was measured with an adapter, which a folder with scales does "
             "not apply; merge it into the weights, and measure these"
         )
-    check_adapter(directory, adapter, manifest.model["layout"])
+    check_adapter(directory, adapter)
     return adapter_files(directory)
 
 

@@ -146,7 +146,7 @@ def adapter_files(path: Path) -> list[Path]:
     return [path / name for name in adapter_names(file.name for file in path.iterdir())]
 
 
-def check_adapter(path: Path, choice: AdapterChoice, layout: str) -> None:
+def check_adapter(path: Path, choice: AdapterChoice, layout: str = "huggingface") -> None:
     """Refuse an adapter beside full weights of which nobody says whether it belongs to them."""
     files = adapter_files(path)
     for file in files:
