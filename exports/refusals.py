@@ -57,8 +57,10 @@ def scan_for(
 
     keys = {override.partition("=")[0].strip() for override in overrides}
     # A model that is named twice is the last one.
-    model = override_fields({**fields}, [text for text in overrides if _key(text) == "model"])
-    info = describe(find_model(model["model"]))
+    of_model = [text for text in overrides if _key(text) in ("model", "revision", "adapter")]
+    model = override_fields({**fields}, of_model)
+    directory = find_model(model["model"], model.get("revision"))
+    info = describe(directory, adapter=model.get("adapter", "refuse"))
     # Which input was not asked for, if another one is.
     chooses_input = bool(keys & {"input", "input.family"})
     chooses_text = chooses_input or "input.files" in keys
@@ -117,6 +119,7 @@ def setting_of_scan(scan: Scan, info: "ModelInfo", destination: Place) -> Settin
     return Setting(
         model=scan.model,
         revision=scan.revision,
+        adapter=scan.adapter,
         n_ctx=scan.n_ctx,
         bos=scan.bos,
         input_options=scan.input.options,

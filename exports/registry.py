@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -21,6 +21,9 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.files.places import Place
 from headcount.schemas.registry import Entry, Registry, import_files, prose_of, read_argument
 from headcount.schemas.scans.values import problem_of
+
+if TYPE_CHECKING:
+    from headcount.workers.model.files.model_files import AdapterChoice
 
 Options = Mapping[str, Any]  # values of options by name: numbers, texts and truth values
 
@@ -159,6 +162,7 @@ class Setting:
 
     model: str  # a Hub id, a directory or bundled:NAME
     revision: str | None
+    adapter: "AdapterChoice"  # what becomes of an adapter in the model's directory
     n_ctx: int
     bos: bool
     input_options: Mapping[str, Any]

@@ -151,6 +151,7 @@ class ExportRequest:
             n_ctx=source.run["n_ctx"],
             sequences=self.check_sequences,
             device=self.device,
+            adapter=source.setting.adapter,
         )
 
     def _measured(
@@ -183,7 +184,7 @@ class ExportRequest:
 
         assert self.export.streamed_keys is not None
         sink, recent = self.export.streamed_keys(self.options, setting.n_ctx)
-        HeadTrial(setting.model, sink, recent, n_ctx=setting.n_ctx)
+        HeadTrial(setting.model, sink, recent, n_ctx=setting.n_ctx, adapter=setting.adapter)
 
     def _scan(self, name: str, fields: dict[str, Any]) -> str:
         """Run or continue a scan; returns where its run lies."""

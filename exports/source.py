@@ -123,6 +123,7 @@ class ExportSource:
         return Setting(
             model=model,
             revision=manifest.identity["scan"].get("revision"),
+            adapter=manifest.identity["scan"].get("adapter", "refuse"),
             n_ctx=run["n_ctx"],
             bos=run["bos"],
             input_options=self.input_options,

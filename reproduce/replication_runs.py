@@ -68,7 +68,9 @@ def plan_replication(
         for run_name, checkpoint in checkpoints.items():
             places = {"model": checkpoint, "out": out}
             scan = parse_scan(override_fields(fields | places, own_overrides))
-            scans[run_name] = resolve(scan, models.describe(scan.model, scan.revision))
+            scans[run_name] = resolve(
+                scan, models.describe(scan.model, scan.revision, scan.adapter)
+            )
 
     # The name of the directory needs all resolved scans, and every plan needs the directory.
     # `out` is no part of what a scan measures.
@@ -93,7 +95,7 @@ def describe_model(model: str, overrides: Iterable[str], models: KnownModels) ->
     """The model of a replication, or the one that overrides of all scans name: its revision has
     the sizes that decide what is compared.
     """
-    names = ("model", "revision")
+    names = ("model", "revision", "adapter")
     of_model = [each for each in overrides if each.partition("=")[0].strip() in names]
     fields = override_fields({"model": model}, of_model)
     for name, value in fields.items():

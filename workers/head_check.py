@@ -30,6 +30,7 @@ from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.files.model_files import AdapterChoice
 from headcount.workers.replica import Replica
 
 MOST_TOKENS = 4096  # of a batch, after which people see how far it is
@@ -120,9 +121,10 @@ class HeadTrial:
         device: Literal["auto", "cpu", "cuda"] = "auto",
         known: Mapping[str, float] | None = None,
         passed: Callable[[int], None] = lambda _: None,
+        adapter: AdapterChoice = "refuse",
     ) -> None:
         self._models = KnownModels()
-        self.info = self._models.describe(model)
+        self.info = self._models.describe(model, adapter=adapter)
         self.model = model
         self.sink = sink
         self.recent = recent

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from headcount.schemas.files.places import Place
     from headcount.workers.engine.engine import Activations
+    from headcount.workers.model.files.model_files import AdapterChoice
     from headcount.workers.model.files.model_info import ModelInfo
     from headcount.workers.model.files.text_tokenizer import TextTokenizer
     from headcount.workers.replica import Replica
@@ -48,17 +49,22 @@ class RunModel:
     def _scan_fields(self) -> dict[str, Any]:
         return {**self.manifest.identity["scan"], "sequences": self.manifest.sequences}
 
+    @property
+    def _adapter(self) -> AdapterChoice:
+        return self._scan_fields.get("adapter", "refuse")
+
     @cached_property
     def _files(self) -> tuple[Path, dict[str, bytes]]:
         """The model's directory and the digests of its files, which must be those measured."""
-        from headcount.workers.model.files.model_info import file_digests, find_model, sha256_of
+        from headcount.workers.model.files.model_files import file_digests, sha256_of
+        from headcount.workers.model.files.model_info import find_model
 
         name = self.new_place or self._scan_fields["model"]
         revision = None if self.new_place else self._scan_fields.get("revision")
         measured = self.manifest.model
         try:
             directory = find_model(name, revision)
-            digests = file_digests(directory, measured["layout"])
+            digests = file_digests(directory, measured["layout"], self._adapter)
         except OSError as error:
             raise ModelError(
                 f"{error.filename}: cannot be read ({error.strerror}); --model PATH says where the "
@@ -80,7 +86,7 @@ class RunModel:
         """What the model's files say."""
         from headcount.workers.model.files.model_info import describe
 
-        return describe(*self._files)
+        return describe(*self._files, self._adapter)
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:

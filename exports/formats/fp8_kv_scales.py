@@ -51,6 +51,7 @@ class Checkpoint:
     config: dict[str, Any]  # its config.json
     index: dict[str, Any]  # which of its files holds which tensor
     prefix: str  # name of the attention module of a layer
+    files: dict[str, Path]  # by name, without those of an adapter that was not measured
 
 
 def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
@@ -64,6 +65,7 @@ def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
         raise QueryError(f"{setting.destination}: expected a folder of this disk, to link weights")
     if setting.destination.resolve() == directory.resolve():
         raise QueryError(f"{directory}: is the checkpoint itself; expected another folder")
+    left_out = _adapter_left_out(setting, directory)
     config, index = _config(directory), _index(directory)
     text = config.get("text_config", config)
     expected = {
@@ -84,7 +86,23 @@ def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
     names = {f"{_owner(prefix).replace('{layer}', str(layers[0]))}.{each}_scale" for each in "qkv"}
     if already := sorted(names & index["weight_map"].keys()):
         raise QueryError(f"{directory}: has scales already, such as {already[0]}; expected none")
-    return Checkpoint(directory, config, index, prefix)
+    files = {
+        path.name: path for path in directory.iterdir() if path.is_file() and path not in left_out
+    }
+    return Checkpoint(directory, config, index, prefix, files)
+
+
+def _adapter_left_out(setting: Setting, directory: Path) -> list[Path]:
+    """The files of an adapter that the run is measured without."""
+    from headcount.workers.model.files.model_files import adapter_files, check_adapter
+
+    if setting.adapter == "apply":
+        raise QueryError(
+            f"{directory}: is measured with its adapter, which a folder with scales does not "
+            "apply; merge it into the weights, and measure these"
+        )
+    check_adapter(directory, setting.adapter)
+    return adapter_files(directory)
 
 
 def refusal_of_checkpoint(setting: Setting, options: Options) -> str | None:
@@ -202,7 +220,7 @@ def fp8_kv_checkpoint(
     scheme |= {"dynamic": False, "symmetric": True}
     config[key] = {**(config.get(key) or UNQUANTISED), "kv_cache_scheme": scheme}
     # With a file of the default name beside it, transformers would not look into the index.
-    weights = {path.name: path for path in directory.iterdir() if path.is_file()}
+    weights = dict(made_for.files)
     if WEIGHTS in weights and not (directory / INDEX).is_file():
         weights[RENAMED] = weights.pop(WEIGHTS)
         index["weight_map"] = dict.fromkeys(index["weight_map"], RENAMED)

@@ -72,7 +72,7 @@ def prepare(
 
     prepare_process()
     resources = Resources(replicas, cores, "cpu", address)
-    info = describe(find_model(scan.model, scan.revision))
+    info = describe(find_model(scan.model, scan.revision), adapter=scan.adapter)
     sequences = Sequences(scan.for_model(info), info)
     if sequences.corpus is None:
         raise ScanError(

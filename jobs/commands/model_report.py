@@ -14,6 +14,7 @@ from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.undefined import defined_or_nan, where_defined
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.files.known_models import KnownModels
+from headcount.workers.model.files.model_files import AdapterChoice
 from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
@@ -21,15 +22,17 @@ from headcount.workers.replica import Replica
 TRIAL_TOKENS = 16  # tokens of the sequences that are measured as a trial
 
 
-def report_model(name: str) -> Iterator[tuple[str, str]]:
+def report_model(name: str, adapter: AdapterChoice = "refuse") -> Iterator[tuple[str, str]]:
     """Load a model, measure two short sequences, and say what was found: a word and its text.
 
     A model that cannot be measured raises `ModelError`, which says in one line why.
     """
     models = KnownModels()
-    info = models.describe(name)
+    info = models.describe(name, adapter=adapter)
     heads = f"{counted(info.n_layers, 'layer')} of {counted(info.n_heads, 'head')}"
     yield "model", f"{info.name}: {heads}, d_head {info.d_head}, up to {info.n_ctx:,} tokens"
+    for note in info.notes:
+        yield "note", note
 
     model = models.load(info, "raw", "cpu")
     fields = {

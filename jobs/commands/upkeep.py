@@ -154,6 +154,10 @@ def doctor(
             "layers, and the statistics that are NULL.",
         ),
     ] = None,
+    adapter: Annotated[
+        Literal["refuse", "apply", "ignore"],
+        typer.Option(help="What --model does about an adapter beside full weights, as in a scan."),
+    ] = "refuse",
 ) -> None:
     """Check that this machine can run scans, and print what it has."""
     console = Console(highlight=False)
@@ -164,7 +168,7 @@ def doctor(
             from headcount.workers.process import prepare_process
 
             prepare_process()
-            for word, text in report_model(model):
+            for word, text in report_model(model, adapter):
                 say(console, f"{word:<10} {text}")
         return
     from headcount.jobs.commands.doctor import check_kernel, examine

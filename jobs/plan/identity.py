@@ -162,7 +162,7 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     # The files come first: a changed configuration explains what follows.
     files, files_now = manifest.model.get("files", {}), dict(resolved.info.files)
     changes = [
-        f"the model's {'configuration' if name == 'config.json' else 'weights'} "
+        f"the model's {_kind_of_file(name)} "
         f"({name}: {files.get(name, 'not there')}, now {files_now.get(name, 'not there')})"
         for name in sorted({*files, *files_now})
         if files.get(name) != files_now.get(name)
@@ -195,6 +195,12 @@ def without_model(identity: Mapping[str, Any]) -> dict[str, Any]:
     scan = {k: v for k, v in identity["scan"].items() if k not in ("model", "revision")}
     model = {k: v for k, v in identity["model"].items() if k != "name"}
     return {**identity, "scan": scan, "model": model}
+
+
+def _kind_of_file(name: str) -> str:
+    if name == "config.json":
+        return "configuration"
+    return "adapter" if name.startswith("adapter_") else "weights"
 
 
 def _values(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,9 +83,10 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What a user should know of the run before it continues."""
+        notes = list(self.info.notes)
         if self.previous_manifest is None:
-            return []
-        notes = changed_versions(self.previous_manifest)
+            return notes
+        notes += changed_versions(self.previous_manifest)
         previous, total = self.previous_manifest.sequences, self.manifest.sequences
         if total > previous:
             notes.append(f"extended from {previous:,} to {counted(total, 'sequence')}")

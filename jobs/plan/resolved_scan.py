@@ -75,7 +75,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
     """
     interventions = check_scan(scan)
     if info is None:
-        info = describe(find_model(scan.model, scan.revision))
+        info = describe(find_model(scan.model, scan.revision), adapter=scan.adapter)
     scan_of_model = scan.for_model(info)
     # Whether an intervention fits depends on the model: a layer or a head may not exist.
     for intervention in interventions:

@@ -14,14 +14,17 @@ from pathlib import Path
 from headcount.jobs.console import tell
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint, by_numbers
 from headcount.schemas.errors import ModelError, counted
-from headcount.workers.model.files.model_info import (
+from headcount.workers.model.files.model_files import (
+    CONFIG,
+    adapter_files,
+    adapter_names,
     file_digests,
-    find_model,
-    hub_digests,
-    local_directory,
+    layout_of,
+    listed_weights,
+    read_object,
     weight_files,
-    weight_names,
 )
+from headcount.workers.model.files.model_info import find_model, hub_digests, local_directory
 
 AT_A_TIME = 8  # checkpoints that are read at a time, or that the Hub is asked about
 
@@ -95,19 +98,30 @@ def _files_of_each(
 
 
 def _files(checkpoint: ScanOfCheckpoint, whole: bool) -> Files:
-    model, revision = checkpoint.scan.model, checkpoint.scan.revision
+    """The configuration and the weights of a checkpoint, and its adapter if that is applied."""
+    scan = checkpoint.scan
+    model, revision = scan.model, scan.revision
     directory = local_directory(model, revision)
     if directory is None:
         try:
-            return hub_digests(model, revision)
+            digests = hub_digests(model, revision)
+            names = {CONFIG, *listed_weights(digests)}
+            if scan.adapter == "apply":
+                names |= {*adapter_names(digests)}
+            return {name: digest for name, digest in digests.items() if name in names}
         except ModelError as error:
             try:
                 directory = find_model(model, revision, download=False)
             except ModelError:
                 raise error from None
+    layout = layout_of(read_object(directory / CONFIG))
     if whole:
-        return {name: each.hex() for name, each in file_digests(directory, "legacy").items()}
-    return {file.name: _sample(file) for file in weight_files(directory, "legacy")}
+        digests = file_digests(directory, layout, scan.adapter)
+        return {name: digest.hex() for name, digest in digests.items()}
+    files = weight_files(directory, layout)
+    if scan.adapter == "apply":
+        files += adapter_files(directory)
+    return {file.name: _sample(file) for file in files}
 
 
 def _sample(file: Path) -> str:
@@ -125,6 +139,6 @@ def _groups(files: Mapping[str, Files]) -> Iterator[list[str]]:
     """The checkpoints whose weights are the same, more than one each time."""
     groups: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, each in files.items():
-        if weights := tuple(each[file] for file in weight_names(each)):
+        if weights := tuple(each[file] for file in sorted(each) if file != CONFIG):
             groups[weights].append(name)
     return (group for group in groups.values() if len(group) > 1)

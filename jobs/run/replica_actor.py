@@ -83,11 +83,16 @@ class ReplicaActor:
         self.computing = ThreadPoolExecutor(max_workers=1)
         threads = resources.cores if resources.device == "cpu" else None
         self.computing.submit(prepare_process, threads).result()
-        local_info = describe(find_model(scan.model, scan.revision))
+        local_info = describe(find_model(scan.model, scan.revision), adapter=scan.adapter)
         if local_info.sha256 != info.sha256:
             raise RunError(
                 f"model {scan.model}: this node has weights {local_info.sha256}, "
                 f"the driver {info.sha256}; copy the driver's files there"
+            )
+        if local_info.identity != info.identity:
+            raise RunError(
+                f"model {scan.model}: on this node its files name other special tokens than on the "
+                "driver; copy the driver's files there"
             )
         partners = needs_partners(scan.interventions)
         self.sequences = Sequences(scan, local_info, index, corpus, partners)

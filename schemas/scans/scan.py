@@ -67,7 +67,7 @@ CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_
 UNORDERED = ("files", "columns", "where")
 """Options of inputs whose lists mean the same in any order."""
 
-LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse"}
+LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse", "adapter": "refuse"}
 """Values with which a field is no part of what rows mean."""
 
 
@@ -105,6 +105,10 @@ class Setting(BaseModel):
     unused_weights: Literal["refuse", "ignore"] = "refuse"
     """What to do about tensors in the model's files that its config.json has no use for, such as
     those of a further layer.
+    """
+    adapter: Literal["refuse", "apply", "ignore"] = "refuse"
+    """What to do about an adapter (adapter_config.json) that lies beside full weights. apply:
+    measure the weights with it. ignore: measure the weights alone.
     """
     precision: str = "auto"
     """Number formats of the model's products. auto: the fastest with acceptable drift

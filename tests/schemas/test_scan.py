@@ -58,7 +58,7 @@ def test_overrides_reach_into_tables_and_the_last_one_counts(scan_file: Path):
 
 CHANGES: dict[str, Any] = {
     "model": "other", "revision": "main", "precision": "float64", "weight_processing": "folded",
-    "unused_weights": "ignore", "engine": "dense", "n_ctx": 9, "bos": False,
+    "unused_weights": "ignore", "adapter": "apply", "engine": "dense", "n_ctx": 9, "bos": False,
     "input": {"family": "pile", "packing": "concat"}, "interventions": ["none", "zero_first_value"],
     "layers": [0], "heads": ["L0H1"], "statistics": ["entropy"], "profiles": ["attention_by_lag"],
     "curves": ["score_shift_by_key"], "weight_statistics": ["query_bias_norm"],

@@ -140,6 +140,23 @@ class BoundPart:
             weights.append(weight)
         return weights
 
+    def check_model(self, model: Model) -> None:
+        """Refuse a model that lacks what is changed or read; the error names what it can take."""
+        try:
+            self._check_target(model)
+        except ModelError as error:
+            others = substitutes(self.registered, model)
+            advice = f"; such a model takes {', '.join(others)}" if others else ""
+            raise ModelError(f"{error}{advice}") from None
+
+    def _check_target(self, model: Model) -> None:
+        if self.target in CHANGEABLE_ACTIVATIONS and not model.has(self.target):
+            name = self.registered.name
+            raise ModelError(f"{model.info.name}: no {self.target} for {name} to change")
+        if self.target in (*CHANGEABLE_WEIGHTS, *CHANGEABLE_EMBEDDINGS):
+            self.weights(model)
+        self.function_for(model)
+
     def function_for(self, model: Model) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
         """The change for a model: a function of what is changed and of what may be read."""
         function, reads = partial(self.registered.function, **self.options), self.registered.reads
@@ -215,12 +232,10 @@ class BoundIntervention:
         return tuple(part for part in self.parts if part.target in CHANGEABLE_ACTIVATIONS)
 
     def changes(self, model: Model) -> Changes:
-        """The changes of activations. An activation that the model does not have is refused."""
+        """The changes of activations."""
         changes: list[Change] = []
         for part in self.activation_parts:
             entry = part.registered
-            if not model.has(part.target):
-                raise ModelError(f"{model.info.name}: no {part.target} for {entry.name} to change")
             streaming = entry.streaming and entry.streaming(part.options, model.info)
             function, reads = part.function_for(model), frozenset(entry.reads)
             changes.append(Change(part.target, function, part.layer, reads, streaming))
@@ -288,6 +303,38 @@ def bind(intervention: Intervention) -> BoundIntervention:
                 f"{names.count(name)} times"
             )
     return BoundIntervention(intervention, parts)
+
+
+MOST_SUBSTITUTES = 3  # interventions that a refusal names
+
+
+def substitutes(entry: RegisteredIntervention, model: Model) -> list[str]:
+    """Interventions of the same subject that a model can take, without controls.
+
+    What is written in one file has one subject. Those come first that do the same, by the first
+    word of their names.
+    """
+    names = [
+        other.name
+        for other in INTERVENTIONS.values()
+        if other is not entry
+        and other.function.__module__ == entry.function.__module__
+        and other.target
+        and "random" not in other.name
+        and not {PARTNER, LABELS} & {*other.reads}
+        and _can_take(other, model)
+    ]
+    verb = entry.name.partition("_")[0]
+    same = [name for name in names if name.partition("_")[0] == verb]
+    return (same or names)[:MOST_SUBSTITUTES]
+
+
+def _can_take(entry: RegisteredIntervention, model: Model) -> bool:
+    try:
+        BoundPart(entry, {})._check_target(model)
+    except ModelError:
+        return False
+    return True
 
 
 def needs_partners(interventions: Iterable[Intervention]) -> bool:

@@ -66,11 +66,8 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
     bound = bind(intervention)
     bound.check(model.info, scan.n_ctx)
     _check_visible(model, bound, scan.n_ctx)
-    # Each of these calls raises `ModelError` if the model lacks what is changed or read.
-    bound.changes(model)
-    for part in bound.weight_parts:
-        part.function_for(model)
-        part.weights(model)
+    for part in (*bound.activation_parts, *bound.weight_parts):
+        part.check_model(model)
     _check_direct_way(scan, bound)
     reason = _needs_bridge(model, bound)
     if scan.weight_processing == "folded":

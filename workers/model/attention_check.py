@@ -278,3 +278,10 @@ def _facts_of_fields(attention: nn.Module, d_head: int) -> AttentionFacts:
     if type(attention).__name__ in UNSCALED:
         scales = [1.0]
     return AttentionFacts([*scales, d_head**-0.5][0], soft_cap)
+
+
+def difference_of_logits(logits: Tensor, expected: Tensor) -> str | None:
+    """How far logits are from others, in words; None if by rounding alone."""
+    difference = ((logits - expected).norm() / expected.norm()).item()
+    # NaN passes: measuring names the layer whose weights are not numbers.
+    return f"they differ by {difference:.2g}" if difference >= LARGEST_DIFFERENCE else None

@@ -6,7 +6,6 @@ shares the tensors: it costs no memory, and it sees every step of an optimizer. 
 """
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
+from headcount.workers.model.adapters import adapters_of, merge_adapters
 from headcount.workers.model.attention_check import (
     CHECK_TOKENS,
-    LARGEST_DIFFERENCE,
+    difference_of_logits,
     drawn_tokens,
 )
 from headcount.workers.model.attention_layers import own_attention
@@ -39,9 +39,6 @@ WRAPPERS = ("_orig_mod", "module")  # where compilers and data parallelism keep 
 
 PATCHES = ("forward", "_original_forward", "_old_forward")
 """Attributes by which libraries replace the `forward` of one module, for example to cast it."""
-
-MERGED_MODULE = "unload_and_optionally_merge_module"
-"""PEFT's method of modules that choose among several, for example among trained embeddings."""
 
 Layout = tuple[tuple[str, int, torch.dtype, torch.Size], ...]
 """Where each tensor of some modules lies. As long as it is the same, what shares them is right."""
@@ -63,7 +60,7 @@ class BorrowedModel:
         copies when they are booted. Adapters are switched without a change of any tensor.
         """
         is_shared = _addresses(self.model.all_weights()) <= _addresses(modules.parameters())
-        return is_shared and self.layout == _layout(modules) and not _adapters(modules)
+        return is_shared and self.layout == _layout(modules) and not adapters_of(modules)
 
     @contextmanager
     def reading(self, modules: nn.Module) -> Iterator[Model]:
@@ -145,7 +142,7 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
     own.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
     own.eval()
     tokens = drawn_tokens(info, 1, CHECK_TOKENS).to(device)
-    _merge_adapters(own, tokens)
+    merge_adapters(own, tokens)
     loaded = bridgeable(info, own, str(device), dtype)
     return model_of(info, loaded._replace(boot=partial(_compared_bridge, loaded, tokens)), "raw")
 
@@ -159,7 +156,7 @@ def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
     with torch.inference_mode(), own_attention(loaded.bare):
         expected = loaded.bare(tokens, use_cache=False).logits
         try:
-            problem = _difference(bridge(tokens), expected)
+            problem = difference_of_logits(bridge(tokens), expected)
         except Exception as error:
             problem = reason(error)
     if problem is None:
@@ -167,12 +164,6 @@ def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
     name = type(loaded.bare).__name__
     problem = f"TransformerLens does not compute the logits of {name} ({problem})"
     return BootedBridge(None, find_modules(loaded.bare, loaded.blocks), problem)
-
-
-def _difference(logits: Tensor, expected: Tensor) -> str | None:
-    difference = ((logits - expected).norm() / expected.norm()).item()
-    # NaN passes: measuring names the layer whose weights are not numbers.
-    return f"they differ by {difference:.2g}" if difference >= LARGEST_DIFFERENCE else None
 
 
 def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -203,64 +194,6 @@ def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name in PATCHES:
             vars(part).pop(name, None)
     return own_modules
-
-
-# Adapters
-
-
-def _adapters(modules: nn.Module) -> dict[str, Any]:
-    """The outermost modules that change what the module inside them computes, by name."""
-    adapters: dict[str, Any] = {}
-    for name, part in modules.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in adapters)
-        if not is_inside and (_is_adapter(part) or hasattr(part, MERGED_MODULE)):
-            adapters[name] = part
-    return adapters
-
-
-def _is_adapter(part: nn.Module) -> bool:
-    return hasattr(part, "merge") and hasattr(part, "get_base_layer")
-
-
-def _merge_adapters(own: Any, tokens: Tensor) -> None:  # noqa: ANN401 (a model of transformers)
-    adapters = _adapters(own)
-    if not adapters:
-        return
-    # Merging writes to weights, so they are not shared, neither with the user nor within the model.
-    for part in {part for adapter in adapters.values() for part in adapter.modules()}:
-        for name, weight in part.named_parameters(recurse=False):
-            setattr(part, name, nn.Parameter(weight.detach().clone(), requires_grad=False))
-    try:
-        # PEFT warns where there is nothing to do.
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = own(tokens, use_cache=False).logits
-            for name, adapter in adapters.items():
-                own.set_submodule(name, _merged(adapter))
-            problem = _difference(own(tokens, use_cache=False).logits, expected)
-    except Exception as error:
-        problem = reason(error)
-    if problem is not None:
-        kind = type(next(iter(adapters.values()))).__name__
-        raise ModelError(
-            f"model: adapters ({kind}) cannot be merged into a copy of the weights: {problem}; "
-            "merge them yourself, or measure without them"
-        )
-
-
-def _merged(adapter: Any) -> nn.Module:  # noqa: ANN401 (one of PEFT's modules)
-    is_off = adapter.disable_adapters
-    if hasattr(adapter, MERGED_MODULE):
-        if is_off:
-            return adapter.original_module
-        return getattr(adapter, MERGED_MODULE)(merge=True, safe_merge=False, adapter_names=None)
-    parts: list[Any] = [part for part in adapter.modules() if _is_adapter(part)]
-    for part in parts:
-        if not is_off and not part.merged:
-            part.merge()
-        elif is_off and part.merged:
-            part.unmerge()
-    return adapter.get_base_layer()
 
 
 # A bridge

@@ -111,7 +111,8 @@ def test_the_command_prints_the_report() -> None:
     ("dbrx", {"weight_processing": "folded"},
      "dbrx: TransformerLens has no bridge for DbrxForCausalLM, which folds weights"),
     ("dbrx", {"interventions": ["zero_query_bias"]},
-     "dbrx: layer 0 has no b_Q for zero_query_bias to change"),
+     "dbrx: layer 0 has no b_Q for zero_query_bias to change; such a model takes "
+     "zero_first_value, zero_first_mlp_out, zero_massive_activations"),
     ("gpt_oss", {"precision": "float64"}, "…transformers cannot run it in float64 (…"),
 ])  # fmt: skip
 def test_what_a_model_cannot_do_is_refused_with_that_word(

@@ -5,6 +5,7 @@ from collections import OrderedDict
 import torch
 
 from headcount.workers.model.files.loading import load_model
+from headcount.workers.model.files.model_files import AdapterChoice
 from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
 from headcount.workers.model.model import Model
 
@@ -15,14 +16,16 @@ class KnownModels:
     """Models by name, described and loaded once for a command with many scans."""
 
     def __init__(self) -> None:
-        self._descriptions: dict[tuple[str, str | None], ModelInfo] = {}
+        self._descriptions: dict[tuple[str, str | None, AdapterChoice], ModelInfo] = {}
         self._loaded: OrderedDict[tuple[object, ...], Model] = OrderedDict()
 
-    def describe(self, model: str, revision: str | None = None) -> ModelInfo:
+    def describe(
+        self, model: str, revision: str | None = None, adapter: AdapterChoice = "refuse"
+    ) -> ModelInfo:
         """What a model is: a Hub id, at a revision if one is given, a directory or bundled:NAME."""
-        key = model, revision
+        key = model, revision, adapter
         if key not in self._descriptions:
-            self._descriptions[key] = describe(find_model(model, revision))
+            self._descriptions[key] = describe(find_model(model, revision), adapter=adapter)
         return self._descriptions[key]
 
     def load(

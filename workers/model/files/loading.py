@@ -7,10 +7,10 @@ asks for it. One in TransformerLens's old layout is converted to modules of Tran
 from __future__ import annotations
 
 import copy
-import json
+import pickle
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from torch import nn
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.places import reason
+from headcount.workers.model.adapters import apply_adapter
+from headcount.workers.model.attention_check import CHECK_TOKENS, drawn_tokens
 from headcount.workers.model.attention_layers import take_over_attention
 from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.bare_modules import (
@@ -32,12 +34,8 @@ from headcount.workers.model.bare_modules import (
     key_projections,
     rotary_modules,
 )
-from headcount.workers.model.files.model_info import (
-    LEGACY_PLAIN,
-    SHAPE,
-    ModelInfo,
-    weight_files,
-)
+from headcount.workers.model.files.model_files import CONFIG, read_object, weight_files
+from headcount.workers.model.files.model_info import LEGACY_PLAIN, SHAPE, ModelInfo
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 if TYPE_CHECKING:
@@ -54,6 +52,9 @@ MODEL_COMPONENTS = {"normed_final": "ln_final"} | {
 }
 BLOCK_COMPONENTS = {"normed": "ln1", "attn_out": "attn", "mlp_out": "mlp"}
 """The components of TransformerLens whose output is an activation."""
+
+NO_ADAPTER = {"subfolder": "no-adapter"}
+"""Where transformers is to look for an adapter. By itself it applies the one beside the weights."""
 
 BARE_ALONE = ("embed", "unembed", "rotary_positions", "key_input")
 """Activations whose modules are found without TransformerLens."""
@@ -148,20 +149,23 @@ def bridgeable(info: ModelInfo, model: nn.Module, device: str, dtype: torch.dtyp
 def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
     from transformers import AutoModelForCausalLM
 
+    files = weight_files(Path(info.path), info.layout)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             info.path,
             dtype=dtype,
             attn_implementation="eager",
-            use_safetensors=weight_files(Path(info.path), info.layout)[0].suffix != ".bin",
+            use_safetensors=files[0].suffix != ".bin",
             # A .bin file is a pickle. Code in it is refused and not run.
             weights_only=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            adapter_kwargs=NO_ADAPTER,
         )
     except Exception as error:
+        check_pickles(files)
         raise ModelError(f"{info.path}: the weights cannot be loaded ({reason(error)})") from None
     model, report = loaded
     # transformers draws such weights at random and only warns.
@@ -172,6 +176,8 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
             f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} "
             f"({len(absent)} in all)"
         )
+    if info.has_adapter:
+        apply_adapter(model, Path(info.path), drawn_tokens(info, 1, CHECK_TOKENS))
     # What the library knows to ignore is not among them.
     unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
     return bridgeable(info, model, device, dtype)._replace(unused=tuple(sorted(unused)))
@@ -211,6 +217,34 @@ def _stub_tokenizer() -> Iterator[Any]:
         yield AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
+# Pickles
+
+NOT_A_TENSOR = re.compile(r"unsupported \S+ \S*\w", re.IGNORECASE)
+"""What PyTorch says of an object in a pickle that is not read. The rest of its message advises to
+read the pickle all the same.
+"""
+
+
+def check_pickles(files: Iterable[Path]) -> None:
+    """Refuse pickles of anything else than tensors: to read them would run their code."""
+    for file in files:
+        if file.suffix == ".safetensors":
+            continue
+        try:
+            # On this device no memory is taken for tensors.
+            torch.load(file, "meta", weights_only=True)
+        except pickle.UnpicklingError as error:
+            cause = NOT_A_TENSOR.search(str(error))
+            raise ModelError(
+                f"{file}: not read, as it is no pickle of tensors alone"
+                f"{f' ({cause[0]})' if cause else ''}; where you trust it, convert it to "
+                "safetensors"
+            ) from None
+        except Exception:
+            # It is named as what it is by whoever reads it.
+            continue
+
+
 # TransformerLens's old layout
 
 
@@ -220,7 +254,7 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModu
     from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
 
     path = Path(info.path)
-    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    fields = read_object(path / CONFIG)
     for key, supported in LEGACY_PLAIN.items():
         if fields.get(key) not in (None, supported):
             raise ModelError(
@@ -236,6 +270,7 @@ def _load_legacy(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModu
                 # A .pth file is a pickle. `weights_only` runs no code from it.
                 tensors |= torch.load(file, "cpu", weights_only=True)
         except Exception as error:
+            check_pickles([file])
             raise ModelError(f"{file}: the weights cannot be read ({reason(error)})") from None
     # Files of this family often leave out the unembedding's bias, which is then zero.
     try:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from fnmatch import filter as matching
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +13,35 @@ from headcount.schemas.errors import ModelError, unknown
 from headcount.schemas.files.input_files import check_directory
 from headcount.schemas.files.places import reason
 from headcount.workers.model.files.bundled_models import BUNDLED, BUNDLED_MODELS
+from headcount.workers.model.files.model_files import (
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    LEGACY_WEIGHTS,
+    PICKLED,
+    SAFETENSORS,
+    AdapterChoice,
+    adapter_alone,
+    adapter_files,
+    check_adapter,
+    file_digests,
+    first_match,
+    indexed_names,
+    layout_of,
+    listed_weights,
+    read_object,
+    sha256_of,
+)
+from headcount.workers.model.files.special_tokens import (
+    TOKENIZER_NAMES,
+    first_in_vocabulary,
+    special_tokens,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*final.pth"]
-"""What is downloaded of a model. If no weights are among it, `PICKLED_WEIGHTS` are, too."""
-
-PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model-*.bin")
-"""Weights in the older format of transformers: one file, or its parts. No code in them is run."""
+HUB_FILES = ["*.json", "*.model", "*.txt", *ADAPTER_WEIGHTS]
+"""What is downloaded of a model before its weights: configuration, tokenizer, index, adapter."""
 
 HUB_SECONDS = 10.0
 """Give up after this many seconds if the Hub does not say which files a model has."""
@@ -67,6 +84,8 @@ class ModelInfo:
     attention_layers: tuple[int, ...] | None = None  # that attend; None if all do
     n_kv_heads: int | None = None  # heads with keys and values of their own, which others share
     family: str = ""  # of models of transformers, as their config.json names it
+    has_adapter: bool = False  # whether the adapter beside the weights is applied to them
+    notes: tuple[str, ...] = ()  # what a user should know of the files
 
     @property
     def attention_layers_or_all(self) -> tuple[int, ...]:
@@ -80,7 +99,7 @@ class ModelInfo:
         """The description for a run's manifest, without the place it was loaded from."""
         fields = asdict(self)
         # What `files` covers needs no word of its own.
-        del fields["path"], fields["family"]
+        del fields["path"], fields["family"], fields["has_adapter"], fields["notes"]
         fields["files"] = dict(self.files)
         # Left out where it says nothing, so that runs from before keep their identity.
         if self.attention_layers is None:
@@ -131,19 +150,34 @@ def find_model(spec: str, revision: str | None = None, *, download: bool = True)
 
     def downloaded(patterns: list[str]) -> Path:
         options = {"revision": revision, "local_files_only": not download}
-        return Path(snapshot_download(spec, allow_patterns=patterns, **options))
+        # Of a directory in it, such as original/ or onnx/, nothing is read.
+        return Path(
+            snapshot_download(spec, allow_patterns=patterns, ignore_patterns=["*/*"], **options)
+        )
 
     try:
         directory = downloaded(HUB_FILES)
         # Most repositories that have pickled weights have the same as safetensors.
-        if not weight_names(os.listdir(directory)):
-            directory = downloaded([*HUB_FILES, *PICKLED_WEIGHTS])
+        for weights in _hub_weights(directory):
+            if first_match(os.listdir(downloaded(weights)), weights):
+                break
         return directory
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             f"model {spec!r}: neither a directory, nor bundled:NAME, nor to be had from the Hub "
             f"({reason(error)})"
         ) from None
+
+
+def _hub_weights(directory: Path) -> Iterator[list[str]]:
+    """Names of the weights that a model of the Hub may have, in the order in which they count."""
+    for file, index in (SAFETENSORS, PICKLED):
+        yield [file]
+        if (directory / index).is_file():
+            yield indexed_names(directory / index)
+    yield from ([pattern] for pattern in LEGACY_WEIGHTS)
 
 
 @cache
@@ -168,23 +202,27 @@ def hub_digests(model: str, revision: str | None) -> dict[str, str]:
         ) from None
     # A mirror of the Hub may list files without digests.
     digests = {name: digest for name, digest in files.items() if digest}
-    if weight_names(digests) != weight_names(files):
+    if listed_weights(digests) != listed_weights(files):
         raise ModelError(f"model {model!r}: the Hub gives no digests of its weights")
     return digests
 
 
-def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
-    """What a model is, by its config.json and `digests` of its files; nothing is loaded."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise ModelError(f"{path}: no readable config.json; expected a model directory") from None
-    except ValueError as error:
-        raise ModelError(f"{path}/config.json: not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}/config.json: expected an object, got {type(config).__name__}")
-    if "model_type" not in config:
-        layout, shape = "legacy", _legacy_shape(path, config)
+def describe(
+    path: Path, digests: dict[str, bytes] | None = None, adapter: AdapterChoice = "refuse"
+) -> ModelInfo:
+    """What a model is, by its config.json and `digests` of its files; nothing is loaded.
+
+    `adapter` says what an adapter beside the weights is for.
+    """
+    if path.is_dir() and (problem := adapter_alone(path)):
+        raise ModelError(problem)
+    if not (path / CONFIG).is_file():
+        raise ModelError(f"{path}: no readable config.json; expected a model directory")
+    config = read_object(path / CONFIG)
+    layout = layout_of(config)
+    if layout == "legacy":
+        shape = _legacy_shape(path, config)
+        tokens, defaults = _legacy_tokens(config), {}
     else:
         from transformers import AutoConfig
 
@@ -199,68 +237,83 @@ def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
                 f"{path}/config.json: not a causal language model that can be scanned "
                 f"({reason(error)})"
             ) from None
-        layout, shape = "huggingface", shape_of(text_config, f"{path}/config.json")
-    digests = digests or file_digests(path, layout)
+        shape = shape_of(text_config, f"{path}/config.json")
+        _check_rotation(text_config, f"{path}/config.json")
+        tokens, defaults = _text_fields(config, loaded, text_config), vars(text_config)
+    check_adapter(path, adapter, layout)
+    digests = digests or file_digests(path, layout, adapter)
+    special = special_tokens(path, tokens, shape["d_vocab"], defaults)
+    shape |= {field: token.id for field, token in special.items()}
     files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
-    return ModelInfo(str(path), path.name, layout, sha256_of(digests), **shape, files=files)
+    return ModelInfo(
+        str(path),
+        path.name,
+        layout,
+        sha256_of(digests),
+        **shape,
+        files=files,
+        has_adapter=adapter == "apply",
+        notes=(
+            *_notes_on_files(path, adapter),
+            *(token.note for token in special.values() if token.note),
+        ),
+    )
+
+
+def _check_rotation(config: PretrainedConfig, where: str) -> None:
+    """Refuse rotary positions of a type that transformers cannot make."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters: Any = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return
+    # Where layers differ, each type of layer has its own.
+    for each in (parameters, *parameters.values()):
+        kind = each.get("rope_type", "default") if isinstance(each, dict) else "default"
+        known = {"default", *ROPE_INIT_FUNCTIONS}
+        if kind not in known:
+            raise ModelError(f"{where}: {unknown('rope_type', str(kind), known)}")
+
+
+def _text_fields(
+    config: dict[str, Any], loaded: PretrainedConfig, text_config: PretrainedConfig
+) -> dict[str, Any]:
+    """What config.json says of the language model, which may be a part of the model."""
+    parts = [name for name in loaded.sub_configs if getattr(loaded, name, None) is text_config]
+    fields = dict(config)
+    for name in parts:
+        part = config.get(name)
+        stated = part if isinstance(part, dict) else {}
+        fields |= {field: value for field, value in stated.items() if value is not None}
+    return fields
+
+
+def _notes_on_files(path: Path, adapter: AdapterChoice) -> Iterator[str]:
+    """What is said of files that another program might read otherwise."""
+    names = ", ".join(file.name for file in adapter_files(path))
+    if names:
+        yield f"the adapter ({names}) is {'applied' if adapter == 'apply' else 'ignored'}"
+    weights, index = SAFETENSORS
+    if (path / weights).is_file() and (path / index).is_file():
+        others = [name for name in indexed_names(path / index) if name != weights]
+        if others:
+            yield f"the weights are those of {weights}; {index} names others, which are not read"
 
 
 def no_token(info: ModelInfo, field: str, word: str) -> str:
     """Why a model has no special token, which `field` of its config would name."""
+    if note := next((note for note in info.notes if field in note), None):
+        return f"{info.name}: {note}"
     try:
-        config = json.loads((Path(info.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}
-    token = config.get(field)
+        token = read_object(Path(info.path) / CONFIG).get(field)
+    except ModelError:
+        token = None
     if token is None:
         return f"{info.name} names no {word} token"
     return (
         f"{info.name}: {field} is {token!r} in its config.json, expected 0 to {info.d_vocab - 1}, "
         f"so it has no {word} token"
     )
-
-
-def weight_files(path: Path, layout: str) -> list[Path]:
-    """The files that a model's weights are read from: safetensors, or else pickled ones."""
-    names = sorted(os.listdir(path))
-    weights = weight_names(names, layout)
-    if not weights:
-        raise ModelError(
-            f"{path}: expected weights as *.safetensors or {PICKLED_WEIGHTS[0]}, found "
-            f"{', '.join(names[:8]) or 'nothing'}"
-        )
-    return [path / name for name in weights]
-
-
-def weight_names(names: Iterable[str], layout: str = "legacy") -> list[str]:
-    """Those of a model's files that its weights are read from, in the order of their names."""
-    # The Hub also names files of subdirectories, which nothing reads.
-    names = sorted(name for name in names if "/" not in name)
-    legacy = ("*final.pth",) if layout == "legacy" else ()
-    found = (matching(names, each) for each in ("*.safetensors", *legacy, *PICKLED_WEIGHTS))
-    return next(filter(None, found), [])
-
-
-def sha256_of(digests: dict[str, bytes]) -> str:
-    """What stands for a model's files, from the digests of them."""
-    return hashlib.sha256(b"".join(digests.values())).hexdigest()[:16]
-
-
-def file_digests(path: Path, layout: str) -> dict[str, bytes]:
-    """SHA-256 of the configuration and of every file of weights, by name."""
-    digests: dict[str, bytes] = {}
-    # The configuration counts: other settings make another model of the same weights.
-    for file in [path / "config.json", *weight_files(path, layout)]:
-        state = file.stat()
-        digests[file.name] = _digest(file.resolve(), state.st_size, state.st_ctime_ns)
-    return digests
-
-
-@cache
-def _digest(file: Path, _size: int, _changed: int) -> bytes:
-    """SHA-256 of a file, which is read again only if it has changed: weights may have gigabytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
 
 
 HUGGING_FACE_SHAPE = {
@@ -302,8 +355,10 @@ def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
         "d_head": _d_head(config, shape, where),
         "n_kv_heads": _field(config, "num_key_value_heads") or shape["n_heads"],
         "attention_layers": _attention_layers(config, shape["n_layers"], where),
-        "bos_token_id": _token(getattr(config, "bos_token_id", None), shape["d_vocab"]),
-        "eos_token_id": _token(getattr(config, "eos_token_id", None), shape["d_vocab"]),
+        **{
+            field: first_in_vocabulary(getattr(config, field, None), shape["d_vocab"])
+            for field in TOKENIZER_NAMES
+        },
         "family": config.model_type,
     }
 
@@ -381,23 +436,16 @@ def _legacy_shape(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         )
     shape = {name: config[name] for name in SHAPE}
     _check_positive(f"{path}/config.json", shape)
-    bos_of_tokenizer = TOKENIZER_BOS.get(str(config.get("tokenizer_name")))
-    bos = config.get("bos_token_id", bos_of_tokenizer)
-    return shape | {
-        "n_kv_heads": shape["n_heads"],
-        "bos_token_id": _token(bos, config["d_vocab"]),
-        "eos_token_id": _token(config.get("eos_token_id", bos), config["d_vocab"]),
-    }
+    return shape | {"n_kv_heads": shape["n_heads"]}
+
+
+def _legacy_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """The special tokens of a legacy config.json, some of which name a tokenizer alone."""
+    bos = config.get("bos_token_id", TOKENIZER_BOS.get(str(config.get("tokenizer_name"))))
+    return {"bos_token_id": bos, "eos_token_id": config.get("eos_token_id", bos)}
 
 
 def _check_positive(where: str, shape: dict[str, Any]) -> None:
     for name, value in shape.items():
         if not isinstance(value, int) or value < 1:
             raise ModelError(f"{where}: {name} is {value!r}, expected a positive integer")
-
-
-def _token(token_ids: object, d_vocab: int) -> int | None:
-    """A special token's id; None if the config names none that is in the vocabulary."""
-    # Some configs list several end-of-text tokens. The first one is used.
-    token = token_ids[0] if isinstance(token_ids, list) and token_ids else token_ids
-    return token if isinstance(token, int) and 0 <= token < d_vocab else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headcount.schemas.errors import ModelError
+from headcount.workers.model.files.model_files import check_no_pointer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -59,7 +60,7 @@ class TextTokenizer:
 
     def __init__(self, path: Path, d_vocab: int) -> None:
         self._path = path
-        self._tokenizer = _load(path)
+        self._tokenizer = load_tokenizer(path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Contrary to its name, this makes "<|endoftext|>" in a text ordinary text.
@@ -169,9 +170,18 @@ def _check_size(path: Path, vocabulary: dict[str, int], d_vocab: int) -> None:
         )
 
 
-def _load(path: Path) -> Tokenizer:
+def check_tokenizer_files(path: Path) -> None:
+    """Refuse a tokenizer of which Git LFS has not fetched a file."""
+    for name in ("tokenizer.json", *VOCABULARIES, *DETAILS):
+        if (path / name).is_file():
+            check_no_pointer(path / name)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer whose files lie in a directory, in the library that applies it."""
     from tokenizers import Tokenizer
 
+    check_tokenizer_files(path)
     if (path / "tokenizer.json").is_file():
         try:
             return Tokenizer.from_file(str(path / "tokenizer.json"))
