@@ -51,7 +51,7 @@ class DocumentSums:
     @property
     def degrees_of_freedom(self) -> float:
         """Those of Student's t, 1 at least: (1 - Σ_d n_d² / N²) (Σ_d n_d²)² / Σ_d n_d⁴."""
-        squares = (self.numbers**2).sum()
+        squares = float((self.numbers**2).sum())
         freedom = (1 - squares / self.numbers.sum() ** 2) * squares**2 / (self.numbers**4).sum()
         return max(1.0, float(freedom))
 
