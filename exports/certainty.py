@@ -52,9 +52,11 @@ class DocumentSums:
         return np.sqrt((residuals**2).sum(0) / (divisor or np.nan))
 
     @property
-    def effective_documents(self) -> float:
-        """How many equally long documents are as sure: N² / Σ_d n_d²."""
-        return float(self.numbers.sum() ** 2 / (self.numbers**2).sum())
+    def degrees_of_freedom(self) -> float:
+        """Those of Student's t, 1 at least: (1 - Σ_d n_d² / N²) (Σ_d n_d²)² / Σ_d n_d⁴."""
+        squares = float((self.numbers**2).sum())
+        freedom = (1 - squares / self.numbers.sum() ** 2) * squares**2 / (self.numbers**4).sum()
+        return max(1.0, float(freedom))
 
     def grouped(self, size: int) -> "DocumentSums":
         """The sums of groups of so many neighbouring heads."""
@@ -73,7 +75,7 @@ class Scores:
     means: np.ndarray
     excess: np.ndarray  # less the baseline
     errors: np.ndarray  # standard errors of the excess
-    effective_documents: float
+    degrees_of_freedom: float
     p: np.ndarray  # one-sided, of an excess this large if the true one is no larger than a margin
 
     @property
@@ -83,16 +85,15 @@ class Scores:
 
 
 def p_above(
-    means: np.ndarray, errors: np.ndarray, effective_documents: float, margin: float = MARGIN
+    means: np.ndarray, errors: np.ndarray, degrees_of_freedom: float, margin: float = MARGIN
 ) -> np.ndarray:
     """How likely a mean this large is if the true one is no larger than the margin: one-sided p of
-    Student's t with effective_documents - 1 degrees of freedom, 1 at least: `[layer head]`. NaN
-    without an error.
+    Student's t: `[layer head]`. NaN without an error.
     """
     above = means - margin
     with np.errstate(divide="ignore", invalid="ignore"):
         t = above / errors
-    one_sided = student_tail(np.abs(np.where(np.isfinite(t), t, 0)), effective_documents - 1) / 2
+    one_sided = student_tail(np.abs(np.where(np.isfinite(t), t, 0)), degrees_of_freedom) / 2
     p = np.where(t >= 0, one_sided, 1 - one_sided)
     # Documents that all say the same.
     p = np.where(errors == 0, np.where(above > 0, 0.0, 1.0), p)

@@ -207,9 +207,9 @@ class ExportSource:
         total = " + ".join(f"coalesce({column}, 0)" for column in columns)
         less_uniform = " - ".join([total, *(f"coalesce({name}, 0)" for name in uniform)])
         excess = self.sums(less_uniform, least_documents)
-        p = p_above(excess.means, excess.errors, excess.effective_documents, margin)
+        p = p_above(excess.means, excess.errors, excess.degrees_of_freedom, margin)
         means = self.sums(total, least_documents).means
-        return Scores(means, excess.means, excess.errors, excess.effective_documents, p)
+        return Scores(means, excess.means, excess.errors, excess.degrees_of_freedom, p)
 
     @property
     def documents(self) -> int:
@@ -228,7 +228,7 @@ class ExportSource:
         """
         scores = self.scores(statistic, least_documents=1)
         size = np.abs(scores.excess)
-        q = q_of(p_above(size, scores.errors, scores.effective_documents))
+        q = q_of(p_above(size, scores.errors, scores.degrees_of_freedom))
         if not ((q <= LARGEST_Q) | (np.isnan(scores.errors) & (size > MARGIN))).any():
             raise self.nothing_found(statistic)
 
@@ -251,7 +251,7 @@ class ExportSource:
         effects = self.effects(statistic)
         means = effects.means
         return sure_heads(
-            ranked(means), q_of(p_above(means, effects.errors, effects.effective_documents, 0))
+            ranked(means), q_of(p_above(means, effects.errors, effects.degrees_of_freedom, 0))
         )
 
     def choice(self, choose: "Callable[[ExportSource], Mapping[tuple[int, int], float]]") -> Choice:

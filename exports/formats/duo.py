@@ -235,7 +235,7 @@ def kv_scores(
         # To first order, the effects of query heads add up.
         effects = source.effects(f"effect_window({sink},{recent})").grouped(source.group_size)
         scores = effects.means / max(np.nanmax(effects.means), 1e-30)
-        q = q_of(p_above(effects.means, effects.errors, effects.effective_documents, 0))
+        q = q_of(p_above(effects.means, effects.errors, effects.degrees_of_freedom, 0))
     else:
         by_head, q_by_head = scores_by_head(source, score, sink, recent, margin)
         # The query heads that share keys are neighbours.
@@ -266,7 +266,7 @@ def scores_by_head(
     if score == "distant":
         # Where every head looks as far as uniform attention does, none is told from another.
         source.check_differs_from_uniform(distant_mass)
-        p = p_above(distant.means, distant.errors, distant.effective_documents, margin)
+        p = p_above(distant.means, distant.errors, distant.degrees_of_freedom, margin)
         return distant.means, q_of(p)
     block = block_length(source)
     # The copy and its successor are two keys, so their attention adds up.
@@ -280,10 +280,10 @@ def scores_by_head(
     after_first_copy = queries / min(queries, n_ctx - bos - block)
     change = np.abs(distant.means - without_repeat.means) * after_first_copy
     errors = np.hypot(distant.errors, without_repeat.errors) * after_first_copy
-    effective_documents = min(distant.effective_documents, without_repeat.effective_documents)
+    degrees_of_freedom = min(distant.degrees_of_freedom, without_repeat.degrees_of_freedom)
     # Of a change in either direction, p is twice as large. Either of two tests may find a head, so
     # each p counts twice (Bonferroni).
-    p = 2 * p_above(change, errors, effective_documents, margin)
+    p = 2 * p_above(change, errors, degrees_of_freedom, margin)
     p = np.minimum(1, 2 * np.minimum(p, to_copies.p))
     # Without a repeat there are hardly any copies, so both numbers are attention that would lie
     # elsewhere. It may be the same attention, so they do not add up.

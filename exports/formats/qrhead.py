@@ -105,5 +105,5 @@ def lead_of_gold(source: ExportSource) -> tuple[np.ndarray, np.ndarray]:
     gold, other = map(column_of, (GOLD, OTHER))
     others = source.input_options["passages"] - 1
     lead = source.sums(f"coalesce({gold}, 0) - coalesce({other}, 0) / {others}")
-    p = p_above(lead.means, lead.errors, lead.effective_documents, 0)
+    p = p_above(lead.means, lead.errors, lead.degrees_of_freedom, 0)
     return lead.means, q_of(p)

@@ -33,8 +33,7 @@ class CardStatistic:
     mean: float | None
     standard_error: float | None  # over documents
     documents: int
-    effective_documents: float | None
-    """How many equally long ones are as sure."""
+    degrees_of_freedom: float | None  # of Student's t
     minimum: float | None
     maximum: float | None
     count: int  # sequences on which it is defined

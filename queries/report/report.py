@@ -216,7 +216,7 @@ def _values(section: Section, statistic: int) -> Record:
     content: Record = {
         **lists(section.numbers, NUMBERS),
         "uniform_baseline": section.uniform_baseline[name],
-        "changes": lists(section.changes, (*of_subsets, "effective_documents"))
+        "changes": lists(section.changes, (*of_subsets, "degrees_of_freedom"))
         if section.changes
         else None,
         "subsets": {

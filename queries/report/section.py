@@ -30,7 +30,7 @@ from headcount.schemas.files.run_directory import pc
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.measured_heads import Head
 
-MEANS = ("mean", "standard_error", "minimum", "maximum", "effective_documents")
+MEANS = ("mean", "standard_error", "minimum", "maximum", "degrees_of_freedom")
 COUNTS = ("count", "documents", "undefined")
 NUMBERS = (*MEANS, *COUNTS)  # of a statistic of a head; standard_error is over documents
 
@@ -190,7 +190,7 @@ def summaries_sql(rows: str, keys: Sequence[str], statistics: Sequence[str]) -> 
             document_mean(sums) AS mean,
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
-            document_number(sums) AS effective_documents,
+            document_freedom(sums) AS degrees_of_freedom,
             min(minimum) AS minimum,
             max(maximum) AS maximum
         FROM (

@@ -23,6 +23,7 @@ from headcount.schemas.files.commits import READERS, pc
 from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import OpenFile, Place, open_whole, reason, sizes
+from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.kinds import OF_MERGED, TABLES, columns_of
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
@@ -221,11 +222,21 @@ def problem(
             if digest_of_file(opened) != file.digest:
                 return "has other content than was committed"
             # The content is what was written; but what was written may have been wrong.
-            return _range_problem(pq.read_metadata(opened), bounds.get(file.table, {}))
+            footer = pq.read_metadata(opened)
+            if file.table == ROLLUPS.name and (problem_of_columns := _column_problem(footer)):
+                return problem_of_columns
+            return _range_problem(footer, bounds.get(file.table, {}))
     except FileNotFoundError:
         return _size_problem(GONE, file.bytes)
     except (OSError, ValueError, pa.ArrowException) as error:
         return f"cannot be read ({reason(error)})"
+
+
+def _column_problem(footer: pq.FileMetaData) -> str | None:
+    """The first column of roll-ups that the file lacks. Rows answer until it is written again."""
+    names = footer.schema.to_arrow_schema().names
+    lacking = [name for name in ROLLUPS.own if name not in names]
+    return f"has no column {lacking[0]}: an earlier version wrote it" if lacking else None
 
 
 def _range_problem(footer: pq.FileMetaData, bounds: Bounds) -> str | None:

@@ -323,6 +323,7 @@ ROLLUPS = Table(
         document_product (double): Sum over documents d of t_d n_d, where n_d is the number of d's
             defined values.
         document_squares (double): Sum over documents d of n_d².
+        document_fourths (double): Sum over documents d of n_d⁴.
         minimum (float): Smallest value.
         maximum (float): Largest value.
         range_low (double): Smallest possible value. If it and range_high are finite, the 256 bins

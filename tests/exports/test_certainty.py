@@ -42,10 +42,13 @@ def test_means_and_errors_of_documents_are_those_of_the_views(tmp_path: Path):
     assert sums.documents == 5
     assert sorted(sums.numbers) == [1, 1, 2, 2, 3]
     rows = source.database.rows(
-        "SELECT layer, head, mean, standard_error, documents FROM head_summaries"
+        "SELECT layer, head, mean, standard_error, documents, degrees_of_freedom "
+        "FROM head_summaries"
     )
-    for layer, head, mean, error, number in rows:
+    for layer, head, mean, error, number, freedom in rows:
         assert number == 5
+        # Σ n_d² = 19 and Σ n_d⁴ = 115, of nine sequences.
+        assert freedom == sums.degrees_of_freedom == pytest.approx((1 - 19 / 81) * 19**2 / 115)
         assert scores.means[layer, head] == pytest.approx(mean, abs=1e-15)
         assert scores.errors[layer, head] == pytest.approx(error, rel=1e-12)
         # What uniform attention would score is 1/4 in every sequence of a toy.
@@ -96,9 +99,9 @@ def test_p_is_that_of_the_views():
     connection = duckdb.connect()
     connection.execute(MACROS.read_text())
     t = np.array([[-3.0, 0, 0.25, 1, 2.5, 6, 40]])
-    for documents in (2, 3, 9, 33, 1025):
-        p = p_above(t, np.ones(t.shape), documents, 0)[0]
-        tails = ", ".join(f"student_tail({abs(x)}, {documents - 1}.0)" for x in t[0])
+    for freedom in (1, 2, 8, 32, 1024):
+        p = p_above(t, np.ones(t.shape), freedom, 0)[0]
+        tails = ", ".join(f"student_tail({abs(x)}, {freedom}.0)" for x in t[0])
         [two_sided] = connection.execute(f"SELECT {tails}").fetchall()
         expected = [two_sided[0] / -2 + 1, *(value / 2 for value in two_sided[1:])]
         np.testing.assert_allclose(p, expected, rtol=1e-9)
@@ -128,7 +131,7 @@ def test_of_the_heads_in_a_list_one_in_twenty_is_false():
         noise = draw.normal(0, 0.3, (documents, 1, heads)) * np.sqrt(numbers)[:, None, None]
         totals = numbers[:, None, None] * (truth + of_document) + noise
         sums = DocumentSums(totals, numbers)
-        p = p_above(sums.means, sums.errors, sums.effective_documents)
+        p = p_above(sums.means, sums.errors, sums.degrees_of_freedom)
         chosen = (q_of(p) <= LARGEST_Q)[0]
         shares.append(chosen[:nulls].sum() / max(chosen.sum(), 1))
         found += int(chosen[nulls:].sum())

@@ -49,6 +49,18 @@ def effective_number(values: Any, of_documents: Any) -> Any:
     return pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
+def freedom_of(values: Any, of_documents: Any) -> Any:
+    """The degrees of freedom of the mean; NaN with less than two documents."""
+    is_defined = ~np.isnan(np.array(values, float))
+    sizes = np.unique(np.array(of_documents)[is_defined], return_counts=True)[1]
+    if len(sizes) < 2:
+        return pytest.approx(np.nan, nan_ok=True)
+    squares = sizes**2 / sizes.sum() ** 2
+    # Satterthwaite: of a sum of χ² of one degree each, with the squares as weights.
+    freedom = (1 - squares.sum()) * squares.sum() ** 2 / (squares**2).sum()
+    return pytest.approx(max(1, freedom), rel=1e-6)
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A run of texts of which some are far longer than a sequence, and longer than a shard."""
@@ -108,10 +120,14 @@ def check(record: dict[str, Any], values: Any, of_documents: Any) -> None:
     """The record has the error and the number of documents that numpy has."""
     expected = error_over_documents(values, of_documents)
     assert (record["standard_error"], record["documents"]) == expected
-    # The page has it by head only.
-    if "subset" not in record:
-        found = record["effective_documents"]
-        assert (np.nan if found is None else found) == effective_number(values, of_documents)
+    # The page has no effective number, and freedom by head only.
+    for name, definition in (
+        ("effective_documents", effective_number), ("degrees_of_freedom", freedom_of)
+    ):  # fmt: skip
+        if name in record:
+            found = np.nan if record[name] is None else record[name]
+            assert found == definition(values, of_documents)
+    assert "subset" in record or "degrees_of_freedom" in record
 
 
 def check_views(database: RunDatabase, measured: Measured) -> None:
@@ -284,6 +300,43 @@ def test_the_error_of_a_small_spread_on_a_large_mean_keeps_its_digits(tmp_path: 
     for rows in (4 * 2 + 1, 1000, None):
         (row,) = open_runs(run.path).records("head_summaries")
         assert row["standard_error"] == pytest.approx(error.expected, rel=1e-9)
+        if rows:
+            compact(run, rows)
+
+
+@pytest.mark.parametrize(
+    ("documents", "values", "error", "freedom"),
+    [
+        # One document: nothing is known of others.
+        ([0, 0, 0], [1, 2, 6], None, None),
+        # Two: S_d - n_d x̄ is -1 and 1, so s² = 2 / (4 - 2).
+        ([0, 1], [1, 3], 1, 1),
+        # One that a shard's end divides: the residuals are -2, 2, 0, 0; Σ n_d² = 7, Σ n_d⁴ = 19.
+        ([0, 0, 1, 2, 3], [1, 1, 4, 2, 2], (8 / (25 - 7)) ** 0.5, (1 - 7 / 25) * 7**2 / 19),
+        # The same, and a sequence of the first document without a value.
+        ([0, 0, 0, 1, 2, 3], [1, None, 1, 4, 2, 2], (8 / 18) ** 0.5, (1 - 7 / 25) * 7**2 / 19),
+        # One has most sequences: (1 - 39/81) 39² / 1299 = 0.6, and 1 is the least.
+        ([0, 0, 0, 0, 0, 0, 1, 2, 3], [2, 2, 2, 2, 2, 2, 0, 4, 2], (8 / (81 - 39)) ** 0.5, 1),
+        # The residuals of synthetic sequences: -3, -1, 1 and 3.
+        ([None] * 4, [1, 3, 5, 7], (20 / (16 - 4)) ** 0.5, 3),
+    ],
+)
+def test_errors_and_freedom_by_hand_from_rows_and_from_roll_ups(
+    tmp_path: Path,
+    documents: list[int | None],
+    values: list[float | None],
+    error: float | None,
+    freedom: float | None,
+) -> None:
+    run = write_run(
+        tmp_path, "a-1", {"value_norm": lambda row: values[row.sequence]}, layers=1, heads=1,
+        sequences=len(documents), per_shard=1, documents=documents,
+    )  # fmt: skip
+    # Each shard of its own; two shards in a roll-up; all in one.
+    for rows in (3, 1000, None):
+        (row,) = open_runs(run.path).records("head_summaries")
+        found = (row["standard_error"], row["degrees_of_freedom"])
+        assert found == (pytest.approx(error), pytest.approx(freedom))
         if rows:
             compact(run, rows)
 
@@ -515,7 +568,7 @@ def noisy(row: Row) -> float | None:
 def check_q(rows: list[dict[str, Any]], heads: int, difference: str, error: str) -> None:
     """Hold p and q of one table to their definitions."""
     p = {
-        row["label"]: p_of(row[difference] / row[error], row["effective_documents"] - 1)
+        row["label"]: p_of(row[difference] / row[error], row["degrees_of_freedom"])
         for row in rows if row[error]
     }  # fmt: skip
     q = q_of(p)
@@ -565,8 +618,9 @@ def test_two_runs_and_two_groups_have_p_and_q(tmp_path: Path) -> None:
             assert (row["p"], row["q"]) == (None, None)
             continue
         squares = np.array(errors) ** 2
-        # Ten sequences, of documents of 2, 1, 3, 1, 1 and 2.
-        df = squares.sum() ** 2 / (squares**2 / (100 / 20 - 1)).sum()
+        # Ten sequences, of documents of 2, 1, 3, 1, 1 and 2: Σ n² = 20 and Σ n⁴ = 116.
+        df = squares.sum() ** 2 / (squares**2 / ((1 - 20 / 100) * 20**2 / 116)).sum()
+        assert row["degrees_of_freedom"] == pytest.approx(df)
         expected = p_of(row["z"], df) if row["difference"] else 1
         assert row["p"] == pytest.approx(expected, rel=1e-4)
 
@@ -602,7 +656,7 @@ def test_heads_are_held_to_the_uniform_baseline(tmp_path: Path) -> None:
 TABLES = ("zero_mlps", *(f"zero_head(0,{head})" for head in range(19)))
 """Interventions: each gives a table of heads for every statistic."""
 
-TRUE_HEADS, TRUE_CHANGE = 10, 40.0
+TRUE_HEADS, TRUE_CHANGE = 10, 4000.0
 """The heads that every second table has a change in, and how large it is."""
 
 
@@ -612,7 +666,7 @@ TRUE_HEADS, TRUE_CHANGE = 10, 40.0
     [
         # Nine tenths are null, so 4.5 % are expected; of null tables every discovery is false.
         ((3,) * 8, (0.94, 0.96), (0.04, 0.06), 0.07),
-        ((1, 2, 3, 4, 5) * 4, (0.94, 0.96), (0.04, 0.06), 0.1),
+        ((1, 2, 3, 4, 5) * 4, (0.94, 0.96), (0.03, 0.06), 0.07),
         # One document has half of all sequences: its share alone makes every error too large.
         ((24, *[1] * 24), (0.97, 1), (0, 0.01), 0.01),
     ],
@@ -660,7 +714,7 @@ def test_intervals_and_discoveries_are_as_often_right_as_they_say(
         )  # fmt: skip
         changes[place], errors[place], q[place] = row["change"], row["standard_error"], row["q"]
         assert row["documents"] == len(sizes)
-    df = sum(sizes) ** 2 / sum(size**2 for size in sizes) - 1
+    df = freedom_of(np.ones(len(documents)), documents).expected
     coverage = (abs(changes - change) <= quantile(0.05, df) * errors).mean()
     picked = (q <= 0.05).reshape(*shape[:2], -1)
     false = (picked & (change == 0).reshape(picked.shape)).sum(-1)

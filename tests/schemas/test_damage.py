@@ -5,12 +5,13 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import eq
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -23,10 +24,22 @@ from headcount.queries.open import verified_files
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files import damage
 from headcount.schemas.files.commits import gather
+from headcount.schemas.files.digests import digest_of
+from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.places import Place
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.files.tables import ROLLUPS
 from tests.toys.refusals import refused
-from tests.toys.toy_runs import Entry, Row, copy_of, data_file, flip_middle_bit, local, write_run
+from tests.toys.toy_runs import (
+    Cell,
+    Entry,
+    Row,
+    copy_of,
+    data_file,
+    flip_middle_bit,
+    local,
+    write_run,
+)
 
 DAMAGES = int(os.environ.get("HEADCOUNT_DAMAGES", "20"))
 """How many damages are drawn; `make chaos` draws a thousand."""
@@ -264,6 +277,20 @@ def run(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ru
 
 def heads_file(run: RunDirectory, shard: int) -> Path:
     return local(data_file(run, "heads", "none", shard))
+
+
+def test_roll_ups_that_lack_a_column_are_to_be_written_again(tmp_path: Path):
+    values: dict[str, Cell] = {"sink_mass": lambda row: row.sequence / 8}
+    run = write_run(tmp_path, "a-1", values, sequences=4, per_shard=1, layers=1, heads=1)
+    compact(run)
+    (file,) = damage.committed_files(run.commit_log(), [ROLLUPS.name])
+    assert damage.problem(run.path, file, {}) is None
+    rows = pq.read_table(local(run.path) / file.path, partitioning=None)
+    content = parquet_bytes(rows.drop_columns("document_fourths"))
+    (local(run.path) / file.path).write_bytes(content)
+    older = replace(file, bytes=content.size, digest=digest_of(content))
+    expected = "has no column document_fourths: an earlier version wrote it"
+    assert damage.problem(run.path, older, {}) == expected
 
 
 def test_a_checked_file_is_known_until_changed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 `python -m tests.tools.interval_coverage` prints the table of docs/guide/sql.md. The truth is 0, and
 half of the variance of a sequence is its document's. The last line has of the largest case what
 the plain number of documents gives: its error, with Student's t of one degree of freedom less.
+In real text sizes go with values: `tests.tools.document_coverage` draws its documents.
 """
 
 import numpy as np
@@ -13,9 +14,9 @@ HEADS, DRAWS = 1000, 40
 NUMBERS = (4, 8, 16, 64, 256, 512)  # of documents
 
 
-def covered(t: np.ndarray, documents: float) -> float:
+def covered(t: np.ndarray, degrees_of_freedom: float) -> float:
     """The share of intervals with the truth in them, in percent."""
-    return 100 * float((student_tail(np.abs(t), documents - 1) > 0.05).mean())
+    return 100 * float((student_tail(np.abs(t), degrees_of_freedom) > 0.05).mean())
 
 
 def main() -> None:
@@ -40,10 +41,10 @@ def main() -> None:
                 of_document, of_sequences = rng.normal(size=(2, number, 1, HEADS))
                 totals = sizes * of_document + np.sqrt(sizes) * of_sequences
                 sums = DocumentSums(totals, sizes.ravel())
-                of_draws.append(covered(sums.means / sums.errors, sums.effective_documents))
+                of_draws.append(covered(sums.means / sums.errors, sums.degrees_of_freedom))
                 residuals = totals - sizes * sums.means
                 error = np.sqrt((residuals**2).sum(0) * number / (number - 1)) / sizes.sum()
-                plain.append(covered(sums.means / error, number))
+                plain.append(covered(sums.means / error, number - 1))
             shares[name] = float(np.mean(of_draws))
         print(f"| {number} |", " | ".join(f"{share:.1f}" for share in shares.values()), "|")
     print(f"by the number of documents: {np.mean(plain[-DRAWS:]):.0f} %")

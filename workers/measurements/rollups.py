@@ -136,6 +136,7 @@ def _statistic_columns(name: str, values: np.ndarray, axis: Axis, cells: Cells) 
         "document_m2": over_documents(document_sums**2),
         "document_product": over_documents(document_sums * document_counts),
         "document_squares": over_documents(document_counts**2),
+        "document_fourths": over_documents(document_counts**4),
         "minimum": minimum * has_values,
         "maximum": maximum * has_values,
         "range_low": np.full(len(cells.starts), axis.low),

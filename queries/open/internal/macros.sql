@@ -8,6 +8,10 @@
 -- equally long ones are as sure. If their number stood there instead, s would be too small wherever
 -- a few documents are much longer than the others.
 --
+-- Student's t has (1 - 1/E) (Σ n_d²)² / Σ n_d⁴ degrees of freedom, as Satterthwaite has it: s² is
+-- about a sum of squares that are as large as n_d², and a few long documents are most of it. Where
+-- all are equally long, that is their number less one.
+--
 -- Every view goes by these macros. One query needs two steps: document_sums by document, then
 -- document_error of what it gave. No if(): DuckDB 1.4 does not know the one that 2.0 writes
 -- (exported_views.py).
@@ -21,6 +25,12 @@ CREATE MACRO standard_error(m2, number, squares) AS
 
 CREATE MACRO effective_number(number, squares) AS number::DOUBLE ** 2 / nullif(squares, 0);
 
+-- fourths is Σ n_d⁴. Below 1 the tail of t would be longer than any that is of use.
+CREATE MACRO degrees_of_freedom(number, squares, fourths) AS
+    CASE WHEN number::DOUBLE ** 2 > squares THEN
+        greatest(1, (1 - squares / number::DOUBLE ** 2) * squares::DOUBLE ** 2 / fourths)
+    END;
+
 -- An aggregate over the rows of one document, or of all that have one sequence each (NULL): by
 -- internal.documents. For the latter, S_d is the value itself.
 CREATE MACRO document_sums(value, document) AS
@@ -32,7 +42,10 @@ CREATE MACRO document_sums(value, document) AS
             WHEN 0 THEN sum(value::DOUBLE * value) ELSE sum(value::DOUBLE) ** 2
         END,
         products := sum(value::DOUBLE) * CASE count(document) WHEN 0 THEN 1 ELSE count(value) END,
-        weights := count(value)::DOUBLE * CASE count(document) WHEN 0 THEN 1 ELSE count(value) END
+        weights := count(value)::DOUBLE * CASE count(document) WHEN 0 THEN 1 ELSE count(value) END,
+        fourths := count(value)::DOUBLE * CASE count(document)
+            WHEN 0 THEN 1 ELSE count(value)::DOUBLE ** 3
+        END
     );
 
 CREATE MACRO document_mean(sums) AS sum((sums).total) / sum((sums).number);
@@ -53,11 +66,11 @@ CREATE MACRO document_error(sums) AS
 CREATE MACRO document_number(sums) AS
     effective_number(sum((sums).number), sum((sums).weights));
 
+CREATE MACRO document_freedom(sums) AS
+    degrees_of_freedom(sum((sums).number), sum((sums).weights), sum((sums).fourths));
+
 -- How sure a difference is: Student's t, and then q, Benjamini and Hochberg's adjusted p over all
 -- heads of a table.
-
--- Degrees of freedom. Below 1 the tail of t would be longer than any that is of use.
-CREATE MACRO freedom(effective_documents) AS greatest(1, effective_documents - 1);
 
 -- P(|T| > t) for t >= 0, off by less than 1e-5 of itself (df = 1: 4e-4). The density of t is that of
 -- a normal y with a factor near 1: y² = r ln(1 + t²/df), r = df - 1/2 (Hill 1970, Algorithm 395).

@@ -15,7 +15,7 @@ WITH
         FROM (
             SELECT
                 {by}, document, count, undefined, mean, m2, minimum, maximum,
-                documents, document_m2, document_product, document_squares
+                documents, document_m2, document_product, document_squares, document_fourths
             FROM internal.rollups
             WHERE {level}
             {from_rows}
@@ -42,7 +42,9 @@ WITH
                 sum(count * (mean - pooled_mean)) ** 2
             END AS document_m2,
             CASE WHEN document IS NULL THEN sum(document_squares) ELSE sum(count) ** 2 END
-                AS document_squares
+                AS document_squares,
+            CASE WHEN document IS NULL THEN sum(document_fourths) ELSE sum(count) ** 4 END
+                AS document_fourths
         FROM with_pooled_mean
         GROUP BY {by}, document
     )
@@ -56,7 +58,8 @@ SELECT
     max(maximum) AS maximum,
     sum(documents)::BIGINT AS documents,
     sum(document_m2) AS document_m2,
-    sum(document_squares) AS document_squares
+    sum(document_squares) AS document_squares,
+    sum(document_fourths) AS document_fourths
 FROM by_document
 GROUP BY ALL
 
@@ -74,7 +77,8 @@ SELECT
     count({value}) AS documents,
     var_pop({value}) * count({value}) AS document_m2,
     0 AS document_product,
-    count({value}) AS document_squares
+    count({value}) AS document_squares,
+    count({value}) AS document_fourths
 FROM internal.unrolled_heads JOIN {documents} {condition}
 GROUP BY ALL
 

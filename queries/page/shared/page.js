@@ -306,7 +306,7 @@ async function comparison(statistic) {
   const both = (column, combine) => Array.from(ours[column], (one, i) => (isUndefined(one) || isUndefined(theirs[column][i]) ? null : combine(one, theirs[column][i])));
   const difference = changes
     ? { ...changes, mean: changes.mean.map((change) => (isUndefined(change) || isForward ? change : -change)) }
-    : { mean: both("mean", (one, two) => two - one), standard_error: both("standard_error", Math.hypot), effective_documents: both("effective_documents", Math.min) };
+    : { mean: both("mean", (one, two) => two - one), standard_error: both("standard_error", Math.hypot), degrees_of_freedom: both("degrees_of_freedom", Math.min) };
   const level = (i) => Math.max(Math.abs(ours.mean[i]), Math.abs(theirs.mean[i]));
   return { theirs, isPaired: Boolean(changes), ...difference, q: adjustedP(difference, level) };
 }
@@ -326,7 +326,7 @@ async function showHeatmap(turn) {
   numbers = about.values;
   compared = await comparison(statistic);
   if (turn !== turns.all) return false;
-  const own = numbers[statistic] ?? { mean: Array(run.n_layers * run.n_heads).fill(null), standard_error: [], count: [], undefined: [], documents: [], effective_documents: [] };
+  const own = numbers[statistic] ?? { mean: Array(run.n_layers * run.n_heads).fill(null), standard_error: [], count: [], undefined: [], documents: [], degrees_of_freedom: [] };
   const { meaning, unit, formula, source } = facts(statistic);
   by("meaning").replaceChildren(
     [meaning, unit && `Unit: ${unit}.`].filter(Boolean).join(" "),

@@ -16,8 +16,8 @@ function twoSidedP(difference, error, df, level) {
 }
 
 // Benjamini and Hochberg's q of differences by head. `level(i)` is the size of what differs.
-export function adjustedP({ mean, standard_error: errors, effective_documents: documents }, level) {
-  const p = Array.from(mean, (difference, i) => twoSidedP(difference, errors[i], Math.max(1, documents[i] - 1), level(i)));
+export function adjustedP({ mean, standard_error: errors, degrees_of_freedom: freedom }, level) {
+  const p = Array.from(mean, (difference, i) => twoSidedP(difference, errors[i], freedom[i], level(i)));
   const falling = p.filter((one) => one !== null).sort((one, other) => other - one);
   let least = 1;
   const q = new Map(falling.map((one, i) => [one, (least = Math.min(least, (one * falling.length) / (falling.length - i)))]));

@@ -8,7 +8,7 @@
 -- example: head_effects --limit 5
 WITH
     tested AS (
-        SELECT *, two_sided_p(mean, standard_error, freedom(effective_documents), 0) AS p
+        SELECT *, two_sided_p(mean, standard_error, degrees_of_freedom, 0) AS p
         FROM head_summaries
         WHERE starts_with(statistic, 'effect_') AND count > 0
     ),
@@ -35,6 +35,7 @@ SELECT
     effects.standard_error,
     effects.documents,
     effects.effective_documents,
+    effects.degrees_of_freedom,
     direct_parts.mean AS direct,
     effects.mean - direct_parts.mean AS indirect,
     coalesce(of_layer.spearman, of_all.spearman) AS spearman,

@@ -36,7 +36,8 @@ WITH
             sum(sequences)::BIGINT AS sequences,
             document_mean(excess) AS excess,
             document_error(excess) AS excess_error,
-            document_number(excess) AS effective_documents
+            document_number(excess) AS effective_documents,
+            document_freedom(excess) AS degrees_of_freedom
         FROM by_document
         GROUP BY ALL
     ),
@@ -44,7 +45,7 @@ WITH
         SELECT
             *,
             two_sided_p(
-                excess, excess_error, freedom(effective_documents), induction_score
+                excess, excess_error, degrees_of_freedom, induction_score
             ) AS p
         FROM head_means
     ),
@@ -71,7 +72,7 @@ SELECT
     END AS rank,
     'L' || layer || 'H' || head AS label,
     layer, head, induction_score, standard_error, documents, effective_documents,
-    uniform_baseline,
+    degrees_of_freedom, uniform_baseline,
     induction_score >= $threshold
         AND (uniform_baseline IS NULL OR (excess > 0 AND q <= 0.05)) AS is_induction,
     coverage, measured, sequences, p, q

@@ -22,7 +22,7 @@ WITH
             *,
             two_sided_p(
                 mean - uniform_baseline, sqrt(standard_error ** 2 + baseline_error ** 2),
-                freedom(effective_documents), mean
+                degrees_of_freedom, mean
             ) AS p
         FROM summaries
         LEFT JOIN (
@@ -50,7 +50,7 @@ SELECT
     label, layer, head,
     scaled.statistic,
     mean, sd, standard_error, documents, effective_documents,
-    uniform_baseline, mean - uniform_baseline AS above_uniform,
+    degrees_of_freedom, uniform_baseline, mean - uniform_baseline AS above_uniform,
     count AS defined, count + undefined AS sequences,
     p, adjusted_p(p, scaled, run_id, intervention, input_family, scaled.statistic) AS q
 FROM scaled

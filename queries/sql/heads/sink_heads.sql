@@ -33,6 +33,7 @@ WITH
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
             document_number(sums) AS effective_documents,
+            document_freedom(sums) AS degrees_of_freedom,
             sum(above) / sum(sums.number) AS sink_rate,
             sum(first_value) / sum(first_values) AS first_value,
             sum(value) / sum(values) AS mean_value,
@@ -62,7 +63,7 @@ WITH
         SELECT
             *,
             two_sided_p(
-                sink_mass - uniform_baseline, standard_error, freedom(effective_documents),
+                sink_mass - uniform_baseline, standard_error, degrees_of_freedom,
                 sink_mass
             ) AS p
         FROM head_means
@@ -84,8 +85,8 @@ SELECT
         )
     END AS rank,
     'L' || layer || 'H' || head AS label,
-    layer, head, sink_mass, standard_error, documents, effective_documents, uniform_baseline,
-    sink_alpha,
+    layer, head, sink_mass, standard_error, documents, effective_documents,
+    degrees_of_freedom, uniform_baseline, sink_alpha,
     sink_alpha > $threshold
         AND (uniform_baseline IS NULL OR (sink_mass > uniform_baseline AND q <= 0.05)) AS is_sink,
     sink_rate,

@@ -79,6 +79,7 @@ WITH
             document_error(sums) AS measured_error,
             sum(sums.documents)::BIGINT AS documents,
             document_number(sums) AS effective_documents,
+            document_freedom(sums) AS degrees_of_freedom,
             sum(sums.number)::BIGINT AS sequences
         FROM by_document
         GROUP BY ALL
@@ -86,7 +87,7 @@ WITH
     tested AS (
         SELECT
             *,
-            two_sided_p(measured, measured_error, freedom(effective_documents), 0) AS p
+            two_sided_p(measured, measured_error, degrees_of_freedom, 0) AS p
         FROM by_head
     ),
     scaled AS (
@@ -96,7 +97,7 @@ SELECT
     run_id, model, statistic,
     'L' || layer || 'H' || head AS label,
     layer, head, estimate, measured, measured_error, documents, effective_documents,
-    sequences,
+    degrees_of_freedom, sequences,
     p, adjusted_p(p, scaled, run_id, NULL, NULL, statistic) AS q
 FROM scaled
 ORDER BY run_id, statistic, layer, head

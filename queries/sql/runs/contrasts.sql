@@ -25,7 +25,7 @@ WITH
             CASE WHEN $compare = 'input_family' THEN parts.model END AS same_model,
             CASE WHEN $compare <> 'input_family' THEN parts.input_family END AS same_input,
             parts.intervention, parts.layer, parts.head, parts.statistic,
-            parts.count, parts.documents, parts.effective_documents, parts.mean,
+            parts.count, parts.documents, parts.degrees_of_freedom, parts.mean,
             parts.standard_error
         -- Whole heads where parts are no groups: a document may have sequences in two parts.
         FROM (
@@ -42,20 +42,21 @@ WITH
             named.statistic AS measured,
             sum(count) AS n,
             sum(documents) AS documents,
-            sum(freedom(effective_documents)) AS freedom,
             sum(count * mean) / sum(count) AS mean,
             -- A group may have several runs, whose errors are independent. One without an error
             -- leaves the group without one.
             CASE WHEN count(standard_error) = count(*) THEN
                 sum((count * standard_error) ** 2) / sum(count) ** 2
-            END AS squared_error
+            END AS squared_error,
+            sum((count * standard_error) ** 4 / degrees_of_freedom) / sum(count)::DOUBLE ** 4
+                AS error_over_freedom
         FROM named
         WHERE name IS NOT NULL
         GROUP BY ALL
     ),
     pairs AS (
         SELECT
-            one.* EXCLUDE (name, n, documents, freedom, mean, squared_error),
+            one.* EXCLUDE (name, n, documents, mean, squared_error, error_over_freedom),
             one.name AS this_name,
             two.name AS other_name,
             one.mean AS this_mean,
@@ -67,11 +68,9 @@ WITH
             one.documents AS this_documents,
             two.documents AS other_documents,
             -- Welch and Satterthwaite. Where both errors are 0, p needs none.
-            coalesce((one.squared_error + two.squared_error) ** 2 / nullif(
-                one.squared_error ** 2 / one.freedom
-                + two.squared_error ** 2 / two.freedom,
-                0
-            ), 1) AS df
+            (one.squared_error + two.squared_error) ** 2 / nullif(
+                one.error_over_freedom + two.error_over_freedom, 0
+            ) AS degrees_of_freedom
         FROM with_errors AS one
         JOIN with_errors AS two
             ON one.name <> two.name
@@ -91,7 +90,7 @@ WITH
         SELECT
             *,
             two_sided_p(
-                difference, error, df, greatest(abs(this_mean), abs(other_mean))
+                difference, error, degrees_of_freedom, greatest(abs(this_mean), abs(other_mean))
             ) AS p
         FROM pairs
     ),
@@ -122,6 +121,7 @@ SELECT
     other_n::BIGINT AS other_sequences,
     this_documents::BIGINT AS this_documents,
     other_documents::BIGINT AS other_documents,
+    degrees_of_freedom,
     p,
     adjusted_p(
         p, scaled, same_run, intervention, same_input, measured,

@@ -3,7 +3,7 @@
 -- A pair is one sequence on which the statistic is defined with and without the intervention.
 -- untouched, intervened, change: means over the pairs. standard_error: of the change, over documents;
 -- NULL for one document.
--- p: two-sided, Student's t with effective_documents - 1 degrees of freedom. q: adjusted over the heads.
+-- p: two-sided, Student's t with degrees_of_freedom. q: adjusted over the heads.
 -- Needs: interventions = ["none", "…"] in one scan.
 WITH
     -- All statistics of a row as one list: then a single join pairs them all. If DuckDB kept it as
@@ -64,6 +64,7 @@ WITH
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
             document_number(sums) AS effective_documents,
+            document_freedom(sums) AS degrees_of_freedom,
             sum(sums.number)::BIGINT AS pairs
         FROM changes_of_documents
         GROUP BY ALL
@@ -72,7 +73,7 @@ WITH
         SELECT
             *,
             two_sided_p(
-                change, standard_error, freedom(effective_documents),
+                change, standard_error, degrees_of_freedom,
                 greatest(abs(untouched), abs(intervened))
             ) AS p
         FROM changes
@@ -85,7 +86,8 @@ SELECT
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    untouched, intervened, change, standard_error, documents, effective_documents, pairs,
+    untouched, intervened, change, standard_error, documents, effective_documents,
+    degrees_of_freedom, pairs,
     p, adjusted_p(p, scaled, run_id, intervention, input_family, number) AS q
 FROM scaled
 JOIN (SELECT run_id, model, n_ctx FROM runs) USING (run_id), statistic_names

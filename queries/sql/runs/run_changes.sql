@@ -69,6 +69,7 @@ WITH
             document_error(sums) AS standard_error,
             sum(sums.documents)::BIGINT AS documents,
             document_number(sums) AS effective_documents,
+            document_freedom(sums) AS degrees_of_freedom,
             sum(sums.number)::BIGINT AS pairs
         FROM changes_of_documents
         GROUP BY ALL
@@ -77,7 +78,7 @@ WITH
         SELECT
             *,
             two_sided_p(
-                change, standard_error, freedom(effective_documents),
+                change, standard_error, degrees_of_freedom,
                 greatest(abs(other), abs(this))
             ) AS p
         FROM changes
@@ -100,7 +101,8 @@ SELECT
     'L' || layer || 'H' || head AS label,
     layer, head,
     names[number] AS statistic,
-    other, this, change, standard_error, documents, effective_documents, pairs,
+    other, this, change, standard_error, documents, effective_documents,
+    degrees_of_freedom, pairs,
     p,
     adjusted_p(
         p, scaled, scaled.run_id, intervention, input_family, number, other := other_run

@@ -8,6 +8,7 @@ SELECT
     standard_error(document_m2, count, document_squares) AS standard_error,
     documents,
     effective_number(count, document_squares) AS effective_documents,
+    degrees_of_freedom(count, document_squares, document_fourths) AS degrees_of_freedom,
     minimum, maximum
 FROM internal.subset_moments
 JOIN (SELECT run_id, model FROM runs) USING (run_id)
