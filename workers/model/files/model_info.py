@@ -190,14 +190,13 @@ def describe(path: Path, digests: dict[str, bytes] | None = None) -> ModelInfo:
             loaded = AutoConfig.from_pretrained(
                 path, trust_remote_code=False, local_files_only=True
             )
-            # A model that also sees images keeps the sizes of its language model apart.
-            text_config = loaded.get_text_config(decoder=True)
+            text = text_config(loaded)
         except Exception as error:
             raise ModelError(
                 f"{path}/config.json: not a causal language model that can be scanned "
                 f"({reason(error)})"
             ) from None
-        layout, shape = "huggingface", shape_of(text_config, f"{path}/config.json")
+        layout, shape = "huggingface", shape_of(text, f"{path}/config.json")
     digests = digests or file_digests(path, layout)
     files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
     return ModelInfo(str(path), path.name, layout, sha256_of(digests), **shape, files=files)
@@ -275,6 +274,13 @@ HUGGING_FACE_SHAPE = {
 """Our names of the model's shape, and the fields of a Hugging Face config that may hold it. The
 decoder's come first, because only decoders are language models.
 """
+
+
+def text_config(config: Any) -> PretrainedConfig:  # noqa: ANN401 (whatever a model has)
+    """The part of a config that describes the language model, which a model that also sees images
+    or hears keeps apart.
+    """
+    return config.get_text_config(decoder=True)
 
 
 def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
