@@ -29,8 +29,8 @@ from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_tex
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from headcount.workers.model.files.model_files import AdapterChoice
+from headcount.workers.model.files.text_tokenizer import TextTokenizer
 from headcount.workers.replica import Replica
 
 MOST_TOKENS = 4096  # of a batch, after which people see how far it is

@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from headcount.schemas.errors import ScanError
+from headcount.schemas.errors import HeadcountError, MeasureError, ScanError
+from headcount.schemas.files.places import reason
 from headcount.schemas.files.tables import with_partitions
 from headcount.schemas.scans.arguments import Name, checked
 from headcount.schemas.scans.scan import parse_scan
@@ -51,7 +52,7 @@ _ONE_AT_A_TIME = threading.RLock()  # two threads would get each other's hooks
 def measure(
     model: object,
     tokens: object,
-    statistics: Literal["standard", "all"] | Sequence[str] = "standard",
+    statistics: Literal["standard", "all", "effects"] | Sequence[str] = "standard",
     *,
     interventions: Sequence[str] = ("none",),
     layers: Literal["all"] | Sequence[int] = "all",
@@ -84,8 +85,22 @@ def measure(
     # itself it takes a second.
     is_compiling = "torch._dynamo" in sys.modules
     uncompiled = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-    with _ONE_AT_A_TIME, uncompiled:
-        return _measured(unwrapped(model), tokens, fields, run_id)
+    # A default device is where training code makes tensors. Ours lie where the model is.
+    is_default = torch.get_default_device().type == "cpu"
+    on_cpu = nullcontext() if is_default else torch.device("cpu")
+    # Tensors of inference mode have no gradients, which effects read.
+    with _ONE_AT_A_TIME, uncompiled, on_cpu, torch.inference_mode(False):
+        modules = unwrapped(model)
+        try:
+            return _measured(modules, tokens, fields, run_id)
+        except HeadcountError:
+            raise
+        except Exception as error:
+            # The cause is kept for those who know what is special about their modules.
+            raise MeasureError(
+                f"{type(modules).__name__}: cannot be measured ({type(error).__name__}: "
+                f"{reason(error)})"
+            ) from error
 
 
 def _measured(modules: nn.Module, tokens: object, fields: dict[str, Any], run_id: str) -> pa.Table:
@@ -117,8 +132,8 @@ def _measured(modules: nn.Module, tokens: object, fields: dict[str, Any], run_id
             # To make one, engines are compared on a few tokens.
             replicas[key] = Replica(info, scan, borrowed.device, lambda *_: borrowed.model)
         measured = measure_shard(replicas[key], shard).measured
-    # Copied weights would be those of now for ever, and take memory.
-    if borrowed.fits(modules):
+    # Copied weights would be those of now for ever, and what leads to the model would keep it.
+    if borrowed.fits(modules) and not borrowed.leads_to(modules):
         _PREPARED[modules] = borrowed, replicas
     else:
         _PREPARED.pop(modules, None)
@@ -148,13 +163,23 @@ def _token_ids(tokens: object, info: ModelInfo) -> np.ndarray:
 
 def whole_sequences(tokens: Any) -> np.ndarray:  # noqa: ANN401 - checked here
     """Tokens as `[sequence pos]`; refused if they are no sequences of one length."""
-    if isinstance(tokens, torch.Tensor):
-        tokens = tokens.detach().cpu().numpy()
+    if isinstance(tokens, torch.Tensor) and tokens.is_meta:
+        raise ScanError(
+            "tokens: expected integers, got a tensor on the device meta, which holds none; make it "
+            "on another device"
+        )
     try:
-        token_ids = np.asarray(tokens)
+        is_tensor = isinstance(tokens, torch.Tensor)
+        token_ids = tokens.detach().cpu().numpy() if is_tensor else np.asarray(tokens)
     except ValueError:
         raise ScanError(
             "tokens: expected sequences of one length; cut them, or measure each length by itself"
+        ) from None
+    except Exception as error:
+        # Tensors of other layouts and formats, and those inside of a transformation.
+        raise ScanError(
+            "tokens: expected integers of one sequence or more [sequence pos], got a "
+            f"{type(tokens).__name__} that cannot be read as an array ({reason(error)})"
         ) from None
     if token_ids.ndim == 1:
         token_ids = token_ids[None]

@@ -53,6 +53,7 @@ EXPECTED = {
     "literal_error": "{expected}",
     "model_type": "a table",
     "none_required": "None",
+    "sequence_str": "a list",
     "string_pattern_mismatch": "text that matches {pattern}",
     "string_too_short": "a string that is not empty",
     "string_type": "a string",
@@ -123,6 +124,8 @@ def _expected(problem: Problem) -> str:
         name: value if isinstance(value, str) else _number(value)
         for name, value in problem.get("ctx", {}).items()
     }
+    if limits.get("class") == "Sequence":
+        return "a list"
     return template.format(**limits)
 
 

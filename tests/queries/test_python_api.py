@@ -345,6 +345,145 @@ def test_the_trainer_measures_before_during_and_after(toy: Path, tmp_path: Path)
     assert pa.concat_tables(map(pq.read_table, files)).num_rows == rows.num_rows
 
 
+def arguments_of(where: Path, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    quiet: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "logging_steps": 1}
+    return TrainingArguments(
+        str(where), learning_rate=0.01, use_cpu=True, per_device_train_batch_size=2, seed=1,
+        disable_tqdm=True, **(quiet | options),
+    )  # fmt: skip
+
+
+def training(model: Any, where: Path, callbacks: list[Any], **options: Any) -> Any:
+    """A Trainer on three texts, whose log has the loss of every step."""
+    from transformers import Trainer
+    from transformers.trainer_callback import PrinterCallback
+
+    texts: Any = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS]
+    arguments = arguments_of(where, **options)
+    trainer = Trainer(model, arguments, train_dataset=texts, callbacks=callbacks)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def end_of(trainer: Any) -> dict[str, Any]:
+    """What a training leaves: losses, weights and the state of every generator."""
+    weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
+    generators = (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate())
+    logged = [(one.get("loss"), one.get("grad_norm")) for one in trainer.state.log_history]
+    return {"weights": weights, "random": generators, "logged": logged}
+
+
+@pytest.mark.parametrize("broken", ["nothing", "out", "weights"])
+def test_a_training_goes_on_bit_by_bit_whatever_becomes_of_measuring(
+    toy: Path, tmp_path: Path, broken: str
+) -> None:
+    from transformers import TrainerCallback
+
+    # One token longer than the texts of the training, so that its last position is in none.
+    measured = torch.cat([TOKENS, TOKENS[:, :1]], dim=1)
+
+    class Breaking(TrainerCallback):
+        """Makes a position NaN that only the measured sequences have."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if broken == "weights" and state.global_step == 3:
+                with torch.no_grad():
+                    others["model"].transformer.wpe.weight[N_CTX] = torch.nan
+
+    def trained_with(callbacks: list[Any]) -> Any:
+        model = loaded(toy / "gpt2")
+        trainer = training(model, tmp_path, [Breaking(), *callbacks], max_steps=5)
+        trainer.train()
+        return trainer
+
+    expected = end_of(trained_with([]))
+    out = tmp_path / "heads"
+    if broken == "out":
+        out.write_text("a file")
+    callback = headcount.MeasureCallback(measured, every=2, statistics=["sink_mass"], out=out)
+    if broken == "nothing":
+        ended = end_of(trained_with([callback]))
+        assert sorted(set(callback.table()["step"].to_pylist())) == [0, 2, 4, 5]
+    else:
+        first = {"out": 0, "weights": 4}[broken]
+        with pytest.warns(RuntimeWarning, match=f"measures no more from step {first} on") as told:
+            ended = end_of(trained_with([callback]))
+        ours = [one for one in told if issubclass(one.category, RuntimeWarning)]
+        assert len(ours) == 1
+        assert "\n" not in str(ours[0].message)
+    for name, weight in expected["weights"].items():
+        assert torch.equal(weight.nan_to_num(), ended["weights"][name].nan_to_num()), name
+    assert ended["logged"] == expected["logged"]
+    assert ended["random"] == expected["random"]
+
+
+def test_who_wants_the_error_gets_it(toy: Path, tmp_path: Path) -> None:
+    (tmp_path / "heads").write_text("a file")
+    callback = headcount.MeasureCallback(
+        TOKENS, statistics=["sink_mass"], out=tmp_path / "heads", on_error="raise"
+    )
+    with pytest.raises(headcount.Error, match="heads"):
+        training(loaded(toy / "gpt2"), tmp_path, [callback], max_steps=2).train()
+
+
+def test_wrong_arguments_are_refused_before_the_first_step(toy: Path, tmp_path: Path) -> None:
+    words = "statistics: expected 'standard', 'all' or 'effects', or a list, got 'sink_mass'"
+    wrong: Any = "sink_mass"
+    for refuse in (
+        lambda: headcount.MeasureCallback(TOKENS, statistics=wrong),
+        lambda: headcount.measure(loaded(toy / "gpt2"), TOKENS, wrong),
+    ):
+        with pytest.raises(headcount.Error, match=words):
+            refuse()
+    trainer = training(
+        loaded(toy / "gpt2"), tmp_path, [headcount.MeasureCallback(TOKENS + D_VOCAB)], max_steps=2
+    )
+    with pytest.raises(headcount.Error, match="tokens: expected ids from 0 to"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_files_of_one_training_are_not_mixed_with_another(toy: Path, tmp_path: Path) -> None:
+    def steps() -> list[int]:
+        return sorted(int(file.stem[5:]) for file in (tmp_path / "heads").iterdir())
+
+    def callback(**options: Any) -> Any:
+        named: dict[str, Any] = {"every": 2, "statistics": ["sink_mass"]} | options
+        return headcount.MeasureCallback(TOKENS, out=tmp_path / "heads", **named)
+
+    def trainer_of(measuring: Any, **options: Any) -> Any:
+        saved = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4} | options
+        return training(loaded(toy / "gpt2"), tmp_path / "saved", [measuring], **saved)
+
+    first = callback()
+    trainer_of(first).train()
+    assert steps() == [0, 2, 4, 6]
+    before = {file: file.read_bytes() for file in (tmp_path / "heads").iterdir()}
+    again = trainer_of(callback())
+    with pytest.raises(headcount.Error, match=r"holds 4 steps of an earlier training, 0 to 6"):
+        again.train()
+    assert again.state.global_step == 0
+    # Going on from the checkpoint is the same training: what lay beyond it is measured again.
+    other = trainer_of(callback(statistics=["entropy"]), max_steps=8)
+    with pytest.raises(headcount.Error, match="has step 4 of another training"):
+        other.train(resume_from_checkpoint=str(tmp_path / "saved" / "checkpoint-4"))
+    assert {file: file.read_bytes() for file in (tmp_path / "heads").iterdir()} == before
+    resumed = callback(every=3)
+    trainer_of(resumed, max_steps=7).train(
+        resume_from_checkpoint=str(tmp_path / "saved" / "checkpoint-4")
+    )
+    assert steps() == [0, 2, 4, 6, 7]
+    rows = [pq.read_table(file) for file in sorted((tmp_path / "heads").iterdir())]
+    at_four = first.table()["step"].to_numpy() == 4
+    np.testing.assert_allclose(
+        rows[2]["sink_mass"], first.table()["sink_mass"].to_numpy()[at_four], rtol=1e-6
+    )
+    # In memory, a callback has the last training alone.
+    assert sorted(set(resumed.table()["step"].to_pylist())) == [4, 6, 7]
+
+
 # Cards and the notebook
 
 

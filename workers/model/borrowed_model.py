@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from headcount.workers.model.attention_check import (
 from headcount.workers.model.attention_layers import own_attention
 from headcount.workers.model.bare_modules import find_modules
 from headcount.workers.model.files.loading import bridgeable, model_of, modules_of_bridge
-from headcount.workers.model.files.model_info import SHAPE, ModelInfo, shape_of
+from headcount.workers.model.files.model_info import SHAPE, ModelInfo, shape_of, text_config
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on
@@ -61,6 +62,14 @@ class BorrowedModel:
         """
         is_shared = _addresses(self.model.all_weights()) <= _addresses(modules.parameters())
         return is_shared and self.layout == _layout(modules) and not adapters_of(modules)
+
+    def leads_to(self, modules: nn.Module) -> bool:
+        """Whether it may hold the modules themselves, which would then live as long as it does."""
+        return self.is_bridge or any(
+            isinstance(value, FunctionType) and value.__closure__ is not None
+            for part in modules.modules()
+            for value in vars(part).values()
+        )
 
     @contextmanager
     def reading(self, modules: nn.Module) -> Iterator[Model]:
@@ -110,6 +119,8 @@ def unwrapped(model: object) -> nn.Module:
 def borrow(modules: nn.Module) -> BorrowedModel:
     """A `Model` that shares the weights of a model of transformers or of a bridge."""
     weight_devices = {weight.device for weight in modules.parameters()}
+    # Buffers may lie elsewhere, but they must have values.
+    weight_devices |= {buffer.device for buffer in modules.buffers() if buffer.is_meta}
     if len(weight_devices) != 1 or next(iter(weight_devices)).type not in DEVICES:
         names = ", ".join(sorted(map(str, weight_devices))) or "no weights"
         raise ModelError(f"model: expected all weights on one CPU or one CUDA device, got {names}")
@@ -129,7 +140,7 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
     config: Any = modules.config
     name = type(modules).__name__
     try:
-        shape = shape_of(config, f"config of {name}")
+        shape = shape_of(text_config(config), f"config of {name}")
     except AttributeError:
         raise ModelError(
             f"model: expected a config of transformers, {name} has a {type(config).__name__}"

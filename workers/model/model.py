@@ -33,7 +33,7 @@ from headcount.workers.model.bare_modules import (
     projection,
 )
 from headcount.workers.model.circuit import Circuit, effective_positions
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.files.model_info import ModelInfo, text_config
 from headcount.workers.model.rotations import Rotation
 
 if TYPE_CHECKING:
@@ -469,7 +469,8 @@ class Model:
 
     @property
     def _config(self) -> object:
-        return getattr(self.bare, "config", None)
+        config = getattr(self.bare, "config", None)
+        return None if config is None else text_config(config)
 
     # Activations
 

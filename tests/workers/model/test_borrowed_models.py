@@ -1,12 +1,15 @@
 """Models in memory that are not what their library made: adapters, foreign layers, threads."""
 
 import copy
+import gc
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,9 +20,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import headcount
+from headcount.workers.model.files.loading import _stub_tokenizer
 from headcount.workers.model.rotations import IS_NOTED
 from tests.tools.pairwise import sampled
 from tests.toys.toy_models import CONFIGS, D_VOCAB
@@ -343,6 +348,116 @@ def test_training_goes_on_as_if_nothing_had_been_measured(
     assert changed == []
     assert measured.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(measured[key], expected[key])] == []
+
+
+def hugging_face_bridge() -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    with _stub_tokenizer() as tokenizer:
+        return TransformerBridge.boot_transformers(
+            "toy", hf_model=model_of("llama"), tokenizer=tokenizer
+        )
+
+
+def with_function_of_itself() -> Any:
+    model = model_of("llama")
+    model.model.layers[0].mlp.shown = lambda: model
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(model_of, "gpt2"),
+        lambda: model_of("llama").bfloat16(),
+        partial(adapted, "llama"),
+        bridge,
+        hugging_face_bridge,
+        with_function_of_itself,
+    ],
+    ids=["transformers", "half precision", "PEFT", "bridge", "its bridge", "function"],
+)
+@pytest.mark.parametrize("column", ["entropy", "nothing"])
+def test_a_model_that_was_measured_is_freed_with_its_last_name(make: Any, column: str) -> None:
+    model = make()
+    for _ in range(2):
+        # Also where nothing could be measured.
+        with nullcontext() if column == "entropy" else pytest.raises(headcount.Error):
+            headcount.measure(model, TOKENS, [column])
+    model_itself = weakref.ref(model)
+    weights = [StorageWeakRef(weight.untyped_storage()) for weight in model.parameters()]
+    del model
+    gc.collect()
+    assert model_itself() is None
+    assert all(weight.expired() for weight in weights)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "PEFT", "bridge"])
+def test_a_default_device_without_values_changes_no_row(kind: str) -> None:
+    model = {"PEFT": partial(adapted, "llama"), "bridge": bridge}.get(kind, partial(model_of, kind))
+    first = model()
+    expected = headcount.measure(copy.deepcopy(first), TOKENS, FEW)
+    for _ in range(2):
+        with torch.device("meta"):
+            assert headcount.measure(first, TOKENS, FEW).equals(expected)
+            assert torch.zeros(1).is_meta
+
+
+def odd_tokens() -> Iterator[Any]:
+    """What somebody may take for tokens."""
+    yield from (TOKENS.to("meta"), [TOKENS[0].to("meta")], TOKENS.to_sparse(), TOKENS.bfloat16())
+    yield from (TOKENS.float(), TOKENS > 3, TOKENS[None], TOKENS[0, 0], TOKENS[:0], TOKENS[:, :0])
+    yield torch.nested.nested_tensor([TOKENS[0], TOKENS[1, :5]], layout=torch.jagged)
+    yield from ([[1, 2], [3]], [["a"]], "text", {"input_ids": TOKENS}, None, [[10**30, 1]])
+
+
+def test_tokens_that_are_none_are_refused_in_a_line_and_all_integers_are_read() -> None:
+    model = model_of("llama")
+    for tokens in odd_tokens():
+        for refuse in (partial(headcount.measure, model), headcount.MeasureCallback):
+            with pytest.raises(headcount.Error, match=r"^tokens: expected") as told:
+                refuse(tokens)
+            assert "\n" not in str(told.value)
+    expected = headcount.measure(model, TOKENS, FEW)
+    for kind in (torch.uint8, torch.int16, torch.int32, torch.uint16):
+        assert headcount.measure(model, TOKENS.to(kind), FEW).equals(expected)
+    for tokens in (TOKENS.numpy().astype(np.uint64), TOKENS.tolist(), [*TOKENS]):
+        assert headcount.measure(model, tokens, FEW).equals(expected)
+
+
+def on_meta(part: str) -> Any:
+    model = model_of("llama")
+    (model.get_submodule(part) if part else model).to("meta")
+    return model
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.0", "model.rotary_emb"])
+def test_a_model_whose_values_are_not_all_here_is_refused_in_a_line(part: str) -> None:
+    with pytest.raises(
+        headcount.Error, match="expected all weights on one CPU or one CUDA"
+    ) as told:
+        headcount.measure(on_meta(part), TOKENS, FEW)
+    assert "\n" not in str(told.value)
+
+
+def test_what_is_no_causal_language_model_is_refused_in_a_line() -> None:
+    from transformers.models.clip.configuration_clip import CLIPConfig
+    from transformers.models.clip.modeling_clip import CLIPModel
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"intermediate_size": 16}
+    text = small | {"vocab_size": D_VOCAB}
+    vision = small | {"image_size": 8, "patch_size": 4}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    with torch.inference_mode():
+        frozen = model_of("gpt2")
+    for refused, column in ((model, "entropy"), (frozen, "effect_mean")):
+        with pytest.raises(headcount.Error, match="cannot be measured") as told:
+            headcount.measure(refused, TOKENS, [column])
+        assert "\n" not in str(told.value)
+    # The modules are to blame, and not that somebody computes without gradients.
+    with torch.inference_mode():
+        assert headcount.measure(model_of("llama"), TOKENS, ["entropy"]).num_rows == 3 * 8
 
 
 def test_a_pass_that_fails_leaves_the_libraries_as_before() -> None:

@@ -230,16 +230,15 @@ def describe(
             loaded = AutoConfig.from_pretrained(
                 path, trust_remote_code=False, local_files_only=True
             )
-            # A model that also sees images keeps the sizes of its language model apart.
-            text_config = loaded.get_text_config(decoder=True)
+            text = text_config(loaded)
         except Exception as error:
             raise ModelError(
                 f"{path}/config.json: not a causal language model that can be scanned "
                 f"({reason(error)})"
             ) from None
-        shape = shape_of(text_config, f"{path}/config.json")
-        _check_rotation(text_config, f"{path}/config.json")
-        tokens, defaults = _text_fields(config, loaded, text_config), vars(text_config)
+        shape = shape_of(text, f"{path}/config.json")
+        _check_rotation(text, f"{path}/config.json")
+        tokens, defaults = _text_fields(config, loaded, text), vars(text)
     check_adapter(path, adapter, layout)
     digests = digests or file_digests(path, layout, adapter)
     special = special_tokens(path, tokens, shape["d_vocab"], defaults)
@@ -330,6 +329,13 @@ HUGGING_FACE_SHAPE = {
 """Our names of the model's shape, and the fields of a Hugging Face config that may hold it. The
 decoder's come first, because only decoders are language models.
 """
+
+
+def text_config(config: Any) -> PretrainedConfig:  # noqa: ANN401 (whatever a model has)
+    """The part of a config that describes the language model, which a model that also sees images
+    or hears keeps apart.
+    """
+    return config.get_text_config(decoder=True)
 
 
 def shape_of(config: PretrainedConfig, where: str) -> dict[str, Any]:
