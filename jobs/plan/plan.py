@@ -134,7 +134,7 @@ def plan_run(
     if previous is None and any(True for _ in names(run.commits_directory)):
         raise RunError(
             f"{run.path}: holds commits and no manifest.json, so nothing says what they measured; "
-            f"headcount rm {run.path} deletes it, and then the same command starts anew"
+            "bring back a copy, or headcount scan --new starts another run"
         )
     try:
         # Refused before tokens are prepared, which may take hours.
@@ -244,6 +244,7 @@ def extend(plan: Plan) -> None:
     # completed: its data files would stand beside the commit of the shorter shard for a moment.
     # Its files hold no rows of other shards, also after a compaction.
     if is_longer and plan.manifest.stops(last_shard) > previous.sequences:
+        run.forget_complete()
         # The commit file goes first. As long as a segment has the shard, its own file does not
         # count; once the segment has dropped the shard, the file would count again.
         run.commit_file(last_shard).unlink(missing_ok=True)

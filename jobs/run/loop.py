@@ -119,21 +119,27 @@ def run_to_end(
                 outcomes = followed(run, measured, tell, stop_at_failure)
                 failures = show_progress(outcomes, plan.tokens, tokens_done, console, all_runs)
         if not failures and len(requested) == len(missing):
-            try:
-                # Then a bare glob is right, too.
-                clean(run, tell)
-            except OSError as error:
-                tell(
-                    f"warning: {run.path} is complete, but files of lost attempts cannot be "
-                    f"deleted ({reason(error)}): a bare glob counts their rows twice, headcount "
-                    "query does not"
-                )
+            if len(missing) or not run.complete_file.is_file():
+                run.note_complete(shards)
+            _clean(run, tell)
     for failure in failures[:FAILURES_SHOWN]:
         tell(f"shard {failure.shard} failed: {failure.error}")
     if len(failures) > FAILURES_SHOWN:
         more = len(failures) - FAILURES_SHOWN
         tell(f"and {more:,} more shards failed: headcount status {run.path}")
     return failures
+
+
+def _clean(run: RunDirectory, tell: Callable[[str], None]) -> None:
+    """Delete what no commit names, so that a bare glob is right, too."""
+    try:
+        clean(run, tell)
+    except OSError as error:
+        tell(
+            f"warning: {run.path} is complete, but files of lost attempts cannot be "
+            f"deleted ({reason(error)}): a bare glob counts their rows twice, headcount "
+            "query does not"
+        )
 
 
 def refuse_failures(failures: Mapping[RunDirectory, list[Failure]]) -> None:
@@ -170,6 +176,7 @@ def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
         if not damage.is_of_rollup:
             damaged.update(shard for shard in damage.shards if shard < manifest.shards)
     if damaged:
+        run.forget_complete()
         # Commit files go first. While a segment has the shard, its own file does not count; once a
         # segment has taken the shard back, the file would count again.
         delete(run.commit_file(shard) for shard in damaged)

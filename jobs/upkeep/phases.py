@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headcount.jobs.console import duration
 from headcount.schemas.errors import HeadcountError, RunError
-from headcount.schemas.files.places import Place, names, reason, write_whole
+from headcount.schemas.files.places import Place, names, read_as, reason, unread, write_whole
 from headcount.schemas.files.run_directory import RunDirectory
 
 Phase = Literal[
@@ -108,16 +108,15 @@ def forget(run: RunDirectory) -> None:
 
 
 def _files_of(run: RunDirectory) -> Iterator[tuple[Place, Driver]]:
-    """The drivers' files of a run; broken ones, and those that cannot be read, are left out.
-
-    Raises `RunError` if a store does not answer: the next request would wait for minutes, too.
-    """
+    """The drivers' files of a run, without broken ones; raises `RunError` if one cannot be read."""
     folder = run.path.parent / ".drivers" / run.run_id
-    with contextlib.suppress(OSError):
+    try:
         # A temporary file that a killed driver left begins with a dot.
         for name in [name for name in names(folder) if not name.startswith(".")]:
-            with contextlib.suppress(RunError, OSError, ValueError):
-                yield folder / name, Driver.model_validate_json((folder / name).read_bytes())
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                yield folder / name, read_as(folder / name, Driver.model_validate_json)
+    except OSError as error:
+        raise unread(folder, error) from None
 
 
 def _delete(file: Place) -> None:

@@ -22,7 +22,15 @@ import pyarrow.parquet as pq
 from headcount.schemas.files.commits import READERS, pc
 from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import OpenFile, Place, open_whole, reason, sizes
+from headcount.schemas.files.places import (
+    OpenFile,
+    Place,
+    StorePath,
+    open_whole,
+    reason,
+    sizes,
+    unread,
+)
 from headcount.schemas.scans.kinds import OF_MERGED, TABLES, columns_of
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
@@ -224,7 +232,12 @@ def problem(
             return _range_problem(pq.read_metadata(opened), bounds.get(file.table, {}))
     except FileNotFoundError:
         return _size_problem(GONE, file.bytes)
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except OSError as error:
+        if isinstance(home, StorePath):
+            # What a store does not give is not damaged.
+            raise unread(home / file.path, error) from None
+        return f"cannot be read ({reason(error)})"
+    except (ValueError, pa.ArrowException) as error:
         return f"cannot be read ({reason(error)})"
 
 

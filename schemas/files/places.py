@@ -2,33 +2,49 @@
 
 A store path has the few methods of `pathlib.Path` that we need. A file is written whole or not at
 all: a temporary name, fsync and rename on a disk, a single upload in a store.
+
+An answer of a store may be cut anywhere. Of one that is cut inside its headers, pyarrow takes what
+is left for all: an object without a byte, a directory without a name. It repeats a request that is
+cut later. So whatever looks empty, short or broken is read again before it is believed, and in the
+end is an error of the store:
+
+* the size of an object: `StorePath.open`; its bytes, against that size: `_Object`;
+* what a small object says: `read_as`;
+* the names in a directory: `listed`, of which an empty one is looked for in the directory above.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import re
 import secrets
 import ssl
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from headcount.schemas.errors import RunError, ScanError, SilentStoreError, WriteError
+from headcount.schemas.errors import (
+    RunError,
+    ScanError,
+    SilentStoreError,
+    StoreError,
+    WriteError,
+)
 
 STORES = ("s3", "gs")
 ATTEMPTS = 10
@@ -50,8 +66,18 @@ PROBE_SECONDS, PROBING_SECONDS = 8.0, 20.0
 afford to.
 """
 
+READINGS = 3  # times that a store is read before it is believed that something is empty or broken
+
+PAGE = 1000  # names that pyarrow asks for in one request
+
+REQUEST_BYTES = 4 << 20  # bytes of a request for a part of an object: each waits 20 to 100 ms
+
+NOT_WHOLE = "the store gave no whole answer to {} requests; bring it or the network up"
+
 OpenFile: TypeAlias = BufferedReader
-"""A file that is open for reading; pyarrow's files have its methods, but no types."""
+"""A file that is open for reading; pyarrow's buffers have its methods, but no types."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -92,22 +118,28 @@ class StorePath:
         try:
             return self.filesystem.get_file_info(self.key).type is pafs.FileType.File
         except OSError as error:
-            raise RunError(f"{self}: cannot be read ({reason(error)})") from None
+            raise unread(self, error) from None
 
     def read_bytes(self) -> bytes:
         """The whole content; raises FileNotFoundError if there is no such object."""
-        try:
-            with self.open() as file:
-                return file.read()
-        except OSError as error:
-            # Somebody deleted it after `open` had asked for its size.
-            if re.search("NO_SUCH_KEY|RESOURCE_NOT_FOUND", str(error)):
-                raise FileNotFoundError(errno.ENOENT, "is gone", str(self)) from None
-            raise
+        with self.open_content() as content:
+            return read_at(content, content.size(), 0, self)
 
     def open(self) -> OpenFile:
         """The object as a file that can be read at any place."""
-        return self.filesystem.open_input_file(self.key)
+        return io.BufferedReader(_Object(self.open_content(), self), REQUEST_BYTES)
+
+    def open_content(self) -> Any:  # noqa: ANN401 (pyarrow has no types)
+        """pyarrow's file, whose size is right: without a byte only where a listing says so too."""
+        for _ in range(READINGS):
+            content = self.filesystem.open_input_file(self.key)
+            if content.size() and tag_of(content):
+                return content
+        # Perhaps it has no byte, or the store has no tags.
+        sizes_listed = [info.size for info in listed(self.parent) if info.base_name == self.name]
+        if sizes_listed == [content.size()]:
+            return content
+        raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(self))
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
@@ -119,6 +151,81 @@ class StorePath:
 
 
 Place = Path | StorePath
+
+
+class _Object(io.RawIOBase):
+    """An object of a store, of whose bytes each is there or an error is raised."""
+
+    def __init__(self, content: Any, where: StorePath) -> None:  # noqa: ANN401 (pyarrow's file)
+        self._content, self._where = content, where
+        self._size: int = content.size()
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = begin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any buffer)
+        content = self._read(min(len(buffer), self._size - self._position))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def readall(self) -> bytes:
+        return self._read(self._size - self._position)
+
+    def _read(self, size: int) -> bytes:
+        content = read_at(self._content, max(0, size), self._position, self._where)
+        self._position += len(content)
+        return content
+
+    def close(self) -> None:
+        self._content.close()
+        super().close()
+
+
+def tag_of(content: Any) -> str | bytes | None:  # noqa: ANN401 (pyarrow's file)
+    """What a store calls the content of an object; the request that opened it brought the tag."""
+    metadata: dict[Any, Any] = content.metadata()
+    return metadata.get("ETag") or metadata.get("etag")
+
+
+def read_at(content: Any, size: int, position: int, where: StorePath) -> bytes:  # noqa: ANN401
+    """So many bytes of pyarrow's file at a position; raises OSError if they do not all come."""
+    try:
+        for _ in range(READINGS if size else 0):
+            read: bytes = content.read_at(size, position)
+            if len(read) == size:
+                return read
+    except OSError as error:
+        # Somebody deleted it after it was opened.
+        if re.search("NO_SUCH_KEY|RESOURCE_NOT_FOUND", str(error)):
+            raise FileNotFoundError(errno.ENOENT, "is gone", str(where)) from None
+        raise
+    if size:
+        raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(where))
+    return b""
+
+
+def read_as(where: Place, parse: Callable[[bytes], T]) -> T:
+    """What a small file says. In a store, what cannot be parsed is read again.
+
+    Raises what `parse` raises, FileNotFoundError if there is no such file, and OSError.
+    """
+    for _ in range(READINGS - 1 if isinstance(where, StorePath) else 0):
+        content = where.read_bytes()
+        with suppress(ValueError, LookupError, TypeError, AttributeError, pa.ArrowException):
+            return parse(content)
+    return parse(where.read_bytes())
 
 
 def place(where: str | Place) -> Place:
@@ -350,11 +457,69 @@ def sizes(directory: Place) -> Iterator[tuple[str, int]]:
 
 def listed(directory: StorePath) -> list[pafs.FileInfo]:
     """What lies in a directory of a store; nothing if it does not exist."""
-    selector = pafs.FileSelector(directory.key, allow_not_found=True)
+    longest: list[pafs.FileInfo] = []
+    is_there: bool | None = None
     try:
-        return directory.filesystem.get_file_info(selector)
+        for _ in range(READINGS):
+            try:
+                longest = max(longest, _listing(directory), key=len)
+            except FileNotFoundError:
+                # There is none, or the answer was cut.
+                is_there = _is_listed_above(directory)
+                if is_there is False:
+                    return []
+                continue
+            # A page that is cut has no names, so those behind full pages may be missing. The
+            # directory itself may be among the names of a page.
+            if not longest or len(longest) % PAGE not in (0, PAGE - 1):
+                return longest
     except OSError as error:
-        raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
+        raise unread(directory, error) from None
+    if is_there and not longest:
+        raise unread(directory, OSError(NOT_WHOLE.format(READINGS)))
+    return longest
+
+
+def _is_listed_above(directory: StorePath) -> bool | None:
+    """Whether the directory above lists this one; None if there is none, or it may not be listed.
+
+    A cut answer about this one has no names. One about that one has, if anything else lies there.
+    """
+    above = directory.parent
+    if not above.key.strip("/"):
+        return None  # A bucket may be empty.
+    try:
+        directories = (i.base_name for i in listed(above) if i.type is pafs.FileType.Directory)
+        return directory.name in directories
+    except RunError:
+        return None
+
+
+def _listing(directory: StorePath, recursive: bool = False) -> list[pafs.FileInfo]:
+    """Raises FileNotFoundError where an answer has neither a name nor a marker of the directory."""
+    selector = pafs.FileSelector(directory.key, recursive=recursive)
+    return directory.filesystem.get_file_info(selector)
+
+
+def is_directory(where: Place) -> bool:
+    """Whether there is a directory at a path, or objects under an address."""
+    if isinstance(where, Path):
+        return where.is_dir()
+    # A store may keep a marker of a directory in which nothing lies.
+    kind = where.filesystem.get_file_info(where.key).type
+    if kind is pafs.FileType.NotFound:
+        return bool(listed(where))  # Unless the answer was cut.
+    return kind is pafs.FileType.Directory
+
+
+def object_info(where: StorePath) -> pafs.FileInfo:
+    """What the store says of an object, or that there is none."""
+    info = where.filesystem.get_file_info(where.key)
+    if info.type is not pafs.FileType.File or info.size:
+        return info
+    # The answer was cut, or there is not a byte in it.
+    infos = [each for each in listed(where.parent) if each.base_name == where.name]
+    return infos[0] if infos else info
 
 
 def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -407,17 +572,36 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
 
     fixed = re.split(r"[*?[]", pattern.key)[0]
     if fixed == pattern.key:
-        info = pattern.filesystem.get_file_info(pattern.key)
+        info = object_info(pattern)
         return [(pattern, info.size)] if info.type is pafs.FileType.File else []
     # Two asterisks that are not a whole part mean the same as one.
     matches = re.compile(glob_translate(re.sub(r"(?<=[^/])\*\*|\*\*(?=[^/])", "*", pattern.key)))
-    selector = pafs.FileSelector(fixed.rpartition("/")[0], allow_not_found=True, recursive=True)
     scheme = pattern.url.partition("://")[0]
     return [
         (StorePath(f"{scheme}://{info.path}"), info.size)
-        for info in pattern.filesystem.get_file_info(selector)
+        for info in _all_below(StorePath(f"{scheme}://{fixed.rpartition('/')[0]}"))
         if info.type is pafs.FileType.File and matches.fullmatch(info.path)
     ]
+
+
+def _all_below(directory: StorePath) -> list[pafs.FileInfo]:
+    """Everything below a directory of a store, as two listings say it."""
+    before = -1
+    for _ in range(READINGS):
+        try:
+            infos = _listing(directory, recursive=True)
+        except FileNotFoundError:
+            infos = []
+        if len(infos) == before:
+            return infos
+        before = len(infos)
+    raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(directory))
+
+
+def unread(where: Place, error: BaseException) -> RunError:
+    """The error about what cannot be read, or is not what was written there."""
+    kind = RunError if isinstance(where, Path) else StoreError
+    return kind(f"{where}: cannot be read ({reason(error)})")
 
 
 SILENCE = re.compile(r"AWS Error NETWORK_CONNECTION during \w+ operation: ([^;]*).*")

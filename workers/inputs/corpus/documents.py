@@ -22,7 +22,6 @@ from headcount.schemas.errors import CorpusError, counted, printable
 from headcount.schemas.files.places import open_whole, place, reason
 
 COMPRESSED = (".zst", ".gz")  # the ending before them says what the file contains
-STORE_BUFFER = 4 << 20  # bytes of a request to a store, each of which waits 20 to 100 ms
 
 CONTENT_BUFFER = 1 << 20  # bytes of a compressed file's content that are held at once
 SAMPLE_BYTES = 1 << 20  # compressed bytes that are read to see how well a file is compressed
@@ -192,14 +191,12 @@ def refusing_unreadable(source: Source) -> Iterator[None]:
 def open_content(path: str, start: int = 0) -> Iterator[io.BufferedReader]:
     """A file's content from a byte on, as a stream; a compressed one is read from its beginning."""
     with open_whole(place(path)) as file:
-        # A file in a store is Arrow's, which cannot peek or iterate over lines.
-        stored = io.BufferedReader(file, STORE_BUFFER) if isinstance(file, pa.NativeFile) else file
         if path.endswith(COMPRESSED):
-            stream = _decompressed(path, pa.PythonFile(stored, mode="r"))
+            stream = _decompressed(path, pa.PythonFile(file, mode="r"))
             yield io.BufferedReader(stream, CONTENT_BUFFER)
         else:
-            stored.seek(start)
-            yield stored
+            file.seek(start)
+            yield file
 
 
 def _decompressed(path: str, stored: Any) -> Any:  # noqa: ANN401 (pyarrow has no types)
