@@ -138,6 +138,8 @@ def plan_run(
         )
     try:
         # Refused before tokens are prepared, which may take hours.
+        if not is_estimate:
+            run.refuse_links()
         if previous is not None:
             check_same_identity(run, previous, resolved)
             # The index reaches as far as the run does, even if fewer sequences are asked for.

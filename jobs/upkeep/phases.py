@@ -110,6 +110,8 @@ def forget(run: RunDirectory) -> None:
 def _files_of(run: RunDirectory) -> Iterator[tuple[Place, Driver]]:
     """The drivers' files of a run, without broken ones; raises `RunError` if one cannot be read."""
     folder = run.path.parent / ".drivers" / run.run_id
+    if isinstance(folder, Path) and folder.is_symlink():
+        return  # What another run's drivers say.
     try:
         # A temporary file that a killed driver left begins with a dot.
         for name in [name for name in names(folder) if not name.startswith(".")]:

@@ -34,8 +34,7 @@ def check_removable(location: str) -> RunDirectory:
         if phases.drivers_of(run):
             return run  # Its job ended before the run began.
         raise RunError(f"{run.path}: not there; expected the directory of a run")
-    if isinstance(run.path, Path) and run.path.is_symlink():
-        raise RunError(f"{run.path}: a link to {run.path.resolve()}; delete what it leads to")
+    run.refuse_links()
     if not run.path.name.startswith("run_id="):
         # A run may have another name. Then only a manifest shows that it is one; without, this
         # raises.
@@ -55,6 +54,7 @@ def describe_run(run: RunDirectory) -> str:
 
 def remove(run: RunDirectory) -> None:
     """Delete a run and what its drivers said; refused while one of this machine is at work."""
+    run.refuse_links()
     phases.forget(run)
     # Of a run that never began there was nothing else.
     if not is_directory(run.path):

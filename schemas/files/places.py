@@ -375,11 +375,10 @@ def temporary_file(where: Path, content: bytes | pa.Buffer) -> Iterator[Path]:
     Its name does not end in .parquet or .json, so no glob takes a half-written file for a whole
     one.
     """
-    where.parent.mkdir(parents=True, exist_ok=True)
     # The random part keeps two attempts at the same file apart.
     temporary = where.with_name(f".{where.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with _created(temporary) as file:
             file.write(content)
             file.flush()
             # Without it a power cut can leave the new name with an empty file.
@@ -387,6 +386,15 @@ def temporary_file(where: Path, content: bytes | pa.Buffer) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _created(file: Path) -> io.BufferedWriter:
+    """A new file, and its directory if that is not there."""
+    try:
+        return file.open("wb")
+    except FileNotFoundError:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file.open("wb")
 
 
 @contextmanager

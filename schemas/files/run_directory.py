@@ -157,6 +157,24 @@ class RunDirectory:
         files = map(SHARD_COMMIT, names(self.path / "failures"))
         return sorted(int(file[1]) for file in files if file)
 
+    def refuse_links(self) -> None:
+        """Refuse a run on a disk of which a directory is a link, before anything is written to it.
+
+        What lies behind the link may be another run's, and would be deleted as this one's. A file
+        that is a link does no harm: it is replaced or deleted itself, and not what it leads to.
+        """
+        if not isinstance(self.path, Path):
+            return
+        inside = [self.path / name for name in sorted(names(self.path))]
+        folders = [home / name for home in inside if home.name in TABLES for name in names(home)]
+        for directory in (self.path, *inside, *folders):
+            if directory.is_symlink() and not directory.is_file():
+                raise RunError(
+                    f"{directory}: a link to {directory.resolve()}, and expected a directory of "
+                    "this run alone, as whatever writes to a run may delete files in it; name what "
+                    "the link leads to, or put that in the place of the link"
+                )
+
     def manifest(self) -> Manifest:
         """Read the manifest."""
         # What to do about a broken run, as the end of an error.
