@@ -55,6 +55,10 @@ class RunError(HeadcountError):
     """A run directory cannot be used as it is."""
 
 
+class StoreError(RunError):
+    """A store does not give what lies in it. Whoever reads must not take it for missing."""
+
+
 class OtherRunError(RunError):
     """A run that cannot be continued: it measured something else, or too little of it is left."""
 

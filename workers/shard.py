@@ -13,6 +13,7 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from headcount.schemas.files.parquet import parquet_bytes, table_of
 from headcount.schemas.files.places import reason, store_error, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.files.tables import SEQUENCES, Table, with_partitions
-from headcount.schemas.scans.kinds import TABLES, kinds_of, table_schema
+from headcount.schemas.scans.kinds import KINDS, TABLES, kinds_of, table_schema
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import ShardInput
@@ -219,10 +220,25 @@ def _sequence_rows(
     if table is SEQUENCES:
         columns["n_tokens"] = np.full(n_sequences, shard.tokens.shape[1])
         columns |= {"tokens": shard.tokens, "labels": shard.labels, **shard.origin}
-    formulas = {kind.field: scan.formulas(kind) for kind in scan.kinds()}
+    names = tuple((kind.field, scan.names(kind), len(kind)) for kind in scan.kinds())
     # In one order, in whatever order the scan that measures a shard names them.
-    carried_fields: list[str] = sorted(scan.input.options.get("columns") or [])
-    return table_of(columns, table_schema(table, formulas, carried_fields))
+    carried_fields = tuple(sorted(scan.input.options.get("columns") or []))
+    return table_of(columns, _schema(table, names, carried_fields))
+
+
+@lru_cache(maxsize=64)
+def _schema(
+    table: Table,
+    names: tuple[tuple[str, str | tuple[str, ...], int], ...],
+    carried: tuple[str, ...],
+) -> pa.Schema:
+    """The schema of a table, from what a scan names of each field, of so many formulas.
+
+    Every shard asks for it, and what formulas say of themselves takes ten milliseconds to make.
+    """
+    kinds = {kind.field: kind for kind in KINDS}
+    formulas = {field: kinds[field].select(named) for field, named, _ in names}
+    return table_schema(table, formulas, carried)
 
 
 def failure_of(shard: int, error: Exception) -> Failure:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.schemas.errors import CorpusError, OtherRunError
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import Place, place, write_whole
+from headcount.schemas.files.places import Place, place, read_as, unread, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
@@ -58,13 +58,15 @@ class RunCorpus(BaseModel):
     def read(cls, run: RunDirectory) -> "RunCorpus":
         """The record of a run."""
         try:
-            return cls.model_validate_json((run.index / RECORD).read_bytes())
+            return read_as(run.index / RECORD, cls.model_validate_json)
         except FileNotFoundError:
             raise OtherRunError(
                 f"{run.index / RECORD}: gone, so nothing says which corpus the run was begun with; "
                 "it can be read but not continued"
             ) from None
-        except (OSError, ValueError):
+        except OSError as error:
+            raise unread(run.index / RECORD, error) from None
+        except ValueError:
             raise OtherRunError(
                 f"{run.index / RECORD}: damaged, or of another version of headcount, so nothing "
                 "says which corpus the run was begun with"

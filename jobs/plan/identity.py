@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from headcount.jobs.plan.resolved_scan import ResolvedScan
 from headcount.schemas.errors import OtherRunError, RunError
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import names, reason
+from headcount.schemas.files.places import names, unread
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
 from headcount.schemas.scans.kinds import WORDS
 
@@ -60,7 +60,7 @@ def _by_number(
     try:
         found = names(directory) if run_ids is None else [f"run_id={run_id}" for run_id in run_ids]
     except OSError as error:
-        raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
+        raise unread(directory, error) from None
     # The first run has number 1, and no number in its name: -1 and -01 are none.
     pattern = re.compile(rf"{re.escape(first_run.path.name)}(?:-([2-9]|[1-9]\d+))?")
     matches = [match for name in found if (match := pattern.fullmatch(name))]
@@ -147,9 +147,7 @@ def _runs_in_other_words(
 
 def with_advice(run: RunDirectory, error: OtherRunError) -> RunError:
     """The error that a run cannot continue, with what a user can do instead."""
-    # The error of a broken manifest says itself that the run can be deleted.
-    removal = "" if "headcount rm" in str(error) else f", headcount rm {run.path} deletes this one"
-    return RunError(f"{error}; headcount scan --new starts another run{removal}")
+    return RunError(f"{error}; headcount scan --new starts another run")
 
 
 def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: ResolvedScan) -> None:

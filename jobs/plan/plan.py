@@ -160,10 +160,12 @@ def plan_run(
     if previous is None and any(True for _ in names(run.commits_directory)):
         raise RunError(
             f"{run.path}: holds commits and no manifest.json, so nothing says what they measured; "
-            f"headcount rm {run.path} deletes it, and then the same command starts anew"
+            "bring back a copy, or headcount scan --new starts another run"
         )
     try:
         # Refused before tokens are prepared, which may take hours.
+        if not is_estimate:
+            run.refuse_links()
         if previous is not None:
             check_same_identity(run, previous, resolved)
             if not allow_other_code and _lacks_shards(run, previous, scan):

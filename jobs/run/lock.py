@@ -25,6 +25,7 @@ def locked(run: RunDirectory) -> Iterator[None]:
         write_whole(run.path / ".lock", f"{socket.gethostname()} {os.getpid()}\n".encode())
         yield
         return
+    run.refuse_links()
     lock = FileLock(run.path / ".lock")
     try:
         # Do not wait: a run takes hours.

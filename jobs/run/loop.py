@@ -117,7 +117,7 @@ def run_to_end(
         elif previous is None or plan.code in previous.codes or allow_other_code:
             begin()
         if not failures and len(requested) == len(missing):
-            _clean(run, tell)
+            _finish(run, tell, shards, had_missing=bool(len(missing)))
     for failure in failures[:FAILURES_SHOWN]:
         tell(f"shard {failure.shard} failed: {failure.error}")
     if len(failures) > FAILURES_SHOWN:
@@ -126,8 +126,12 @@ def run_to_end(
     return failures
 
 
-def _clean(run: RunDirectory, tell: Callable[[str], None]) -> None:
-    """Delete what lost attempts have left in a complete run: then a bare glob is right, too."""
+def _finish(run: RunDirectory, tell: Callable[[str], None], shards: int, had_missing: bool) -> None:
+    """Note that a run is complete, and delete what lost attempts have left: then a bare glob is
+    right, too.
+    """
+    if had_missing or not run.complete_file.is_file():
+        run.note_complete(shards)
     try:
         clean(run, tell)
     except OSError as error:
@@ -212,6 +216,7 @@ def begin_measuring(plan: Plan, untrue: Sequence[int]) -> None:
     run = plan.run
     check_unextended(plan)
     if untrue:
+        run.forget_complete()
         # A last shard that was short is measured again instead of being completed: its data files
         # would stand beside the commit of the shorter shard for a moment. It shares no file with
         # other shards, also after a compaction.

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from headcount.schemas.errors import RunError, counted
+from headcount.schemas.errors import counted
 from headcount.schemas.files.damage import BY_CONTENT, Damage, examined_files
-from headcount.schemas.files.places import names, reason
+from headcount.schemas.files.places import names, unread
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.scans.kinds import TABLES
 
@@ -24,6 +24,7 @@ def check_run(run: RunDirectory) -> Checked:
     """Read every committed file of a run, also in a store, and count the other files."""
     manifest = run.manifest()
     commit_log = run.commit_log(BY_CONTENT)
+    run.check_complete(commit_log)
     # Otherwise rows would be counted twice, which no single file shows.
     check_merged(commit_log)
     damaged: list[Damage] = []
@@ -42,7 +43,7 @@ def check_run(run: RunDirectory) -> Checked:
             for name in names(run.path / table / folder)
         )
     except OSError as error:
-        raise RunError(f"{run.path}: cannot be read ({reason(error)})") from None
+        raise unread(run.path, error) from None
     return Checked(
         shards=len(commit_log),
         files=len(committed_paths),

@@ -45,6 +45,7 @@ from headcount.schemas.errors import HeadcountError, RunError, counted
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.commits import (
     COMMITS_PER_SEGMENT,
+    Segments,
     delete,
     read_commit_log,
     write_segment,
@@ -140,6 +141,7 @@ def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) 
     """Merge what can be merged; returns what is wrong with the shards that were left alone."""
     manifest = run.manifest()
     commit_log = run.commit_log().combine_chunks()
+    run.check_complete(commit_log)
     # All roll-ups and samples are read: they take 5 to 10 % of the rows' space.
     damages = run.damaged_files(commit_log, manifest, OF_MERGED)
     damaged_rollups = frozenset(damage.path for damage in damages)
@@ -205,8 +207,10 @@ def _gather_all(run: RunDirectory) -> None:
     """Put what all segments say into one, and delete the files that it replaces."""
     directory = run.commits_directory
     file_names = names(directory)
-    gathered = read_commit_log(directory, run.run_id, loose=False)
-    old_segments = sorted(name for name in file_names if name.startswith("segment-"))
+    segments: Segments = {}
+    gathered = read_commit_log(directory, run.run_id, loose=False, segments=segments)
+    # Those that were read: what else is listed says something that is not in `gathered`.
+    old_segments = sorted(segments)
     if len(old_segments) > 1:
         write_segment(directory, gathered)
         # The new segment has the last name and everything that counts, so the older ones say

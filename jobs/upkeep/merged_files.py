@@ -27,7 +27,15 @@ from headcount.schemas.files.damage import (
 )
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
-from headcount.schemas.files.places import open_at_once, reason, settle, wait_for_store, write_whole
+from headcount.schemas.files.places import (
+    StorePath,
+    open_at_once,
+    reason,
+    settle,
+    unread,
+    wait_for_store,
+    write_whole,
+)
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
 from headcount.schemas.files.tables import (
     HEADS,
@@ -217,7 +225,12 @@ def _read_file(run: RunDirectory, file: CommittedFile, bounds: Mapping[str, Boun
             if why is None:
                 content.seek(0)
                 table = read_content(content)
+    except FileNotFoundError as error:
+        why = f"cannot be read ({reason(error)})"
     except (OSError, pa.ArrowException) as error:
+        if isinstance(run.path, StorePath):
+            # What a store does not give is not damaged.
+            raise unread(run.path / file.path, error) from None
         why = f"cannot be read ({reason(error)})"
     if why is not None:
         raise DamagedShards(file.shards, f"{file.path} {why}")

@@ -27,7 +27,15 @@ from pydantic import BaseModel, ConfigDict
 
 from headcount.jobs.console import duration
 from headcount.schemas.errors import HeadcountError, RunError
-from headcount.schemas.files.places import Place, names, reason, write_whole
+from headcount.schemas.files.places import (
+    Place,
+    changed,
+    names,
+    read_as,
+    reason,
+    unread,
+    write_whole,
+)
 from headcount.schemas.files.run_directory import RunDirectory
 
 Phase = Literal[
@@ -54,7 +62,9 @@ JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 class Driver(BaseModel):
-    """What a driver does, as its file says it. Times are seconds since 1970 by its own clock."""
+    """What a driver does, as its file says it. Times are seconds since 1970, in the file by its own
+    clock: how old the file is, says the disk or the store.
+    """
 
     model_config = ConfigDict(frozen=True)
     host: str
@@ -65,6 +75,12 @@ class Driver(BaseModel):
     at: float  # when this was written
     tokens_per_second: float | None = None  # how fast it measures; none before its first batch
     tokens_in_hand: int = 0  # that are measured and not committed yet
+
+    def by_clock_here(self, at: float | None) -> "Driver":
+        """The same with its times by the clock here: its file was changed at that time."""
+        if at is None:
+            return self
+        return self.model_copy(update={"at": at, "since": at - (self.at - self.since)})
 
     @property
     def ended(self) -> bool:
@@ -110,16 +126,18 @@ def forget(run: RunDirectory) -> None:
 
 
 def _files_of(run: RunDirectory) -> Iterator[tuple[Place, Driver]]:
-    """The drivers' files of a run; broken ones, and those that cannot be read, are left out.
-
-    Raises `RunError` if a store does not answer: the next request would wait for minutes, too.
-    """
+    """The drivers' files of a run, without broken ones; raises `RunError` if one cannot be read."""
     folder = run.path.parent / ".drivers" / run.run_id
-    with contextlib.suppress(OSError):
+    if isinstance(folder, Path) and folder.is_symlink():
+        return  # What another run's drivers say.
+    try:
         # A temporary file that a killed driver left begins with a dot.
         for name in [name for name in names(folder) if not name.startswith(".")]:
-            with contextlib.suppress(RunError, OSError, ValueError):
-                yield folder / name, Driver.model_validate_json((folder / name).read_bytes())
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                driver = read_as(folder / name, Driver.model_validate_json)
+                yield folder / name, driver.by_clock_here(changed(folder / name))
+    except OSError as error:
+        raise unread(folder, error) from None
 
 
 def _delete(file: Place) -> None:

@@ -4,29 +4,37 @@ The manifest goes first, then the commit log, then the rows. If the process is k
 what is left has no manifest, so no reader takes it for a run.
 """
 
+import errno
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pyarrow.fs as pafs
-
 from headcount.jobs.run.lock import locked
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.places import Place, absolute, names, reason, settle
+from headcount.schemas.files.places import (
+    NOT_WHOLE,
+    READINGS,
+    Place,
+    absolute,
+    is_directory,
+    listed,
+    names,
+    reason,
+    settle,
+)
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 
 
 def check_removable(location: str) -> RunDirectory:
     """The run at a path or address, even broken or half deleted; refuse what is no run's place."""
     run = RunDirectory(absolute(location))
-    if not _is_directory(run.path):
+    if not is_directory(run.path):
         if phases.drivers_of(run):
             return run  # Its job ended before the run began.
         raise RunError(f"{run.path}: not there; expected the directory of a run")
-    if isinstance(run.path, Path) and run.path.is_symlink():
-        raise RunError(f"{run.path}: a link to {run.path.resolve()}; delete what it leads to")
+    run.refuse_links()
     if not run.path.name.startswith("run_id="):
         # A run may have another name. Then only a manifest shows that it is one; without, this
         # raises.
@@ -46,9 +54,10 @@ def describe_run(run: RunDirectory) -> str:
 
 def remove(run: RunDirectory) -> None:
     """Delete a run and what its drivers said; refused while one of this machine is at work."""
+    run.refuse_links()
     phases.forget(run)
     # Of a run that never began there was nothing else.
-    if not _is_directory(run.path):
+    if not is_directory(run.path):
         return
     try:
         with locked(run):
@@ -58,7 +67,7 @@ def remove(run: RunDirectory) -> None:
             for name in [run.commits_directory.name, *sorted(names(run.path))]:
                 if name != ".lock":
                     _delete(run.path / name)
-        if _is_directory(run.path):
+        if is_directory(run.path):
             # A store keeps a marker of the directory, and a disk keeps the lock.
             _delete(run.path)
     except OSError as error:
@@ -84,20 +93,18 @@ def removed_if_it_never_began(run: RunDirectory) -> Iterator[None]:
         raise
 
 
-def _is_directory(path: Place) -> bool:
-    """Whether there is a directory at a path, or objects under an address."""
-    if isinstance(path, Path):
-        return path.is_dir()
-    return path.filesystem.get_file_info(path.key).type is pafs.FileType.Directory
-
-
 def _delete(path: Place) -> None:
     """Delete a file, or a directory with everything in it; do nothing if there is none."""
     if isinstance(path, Path) and path.is_symlink():
         path.unlink()
-    elif not _is_directory(path):
+    elif not is_directory(path):
         path.unlink(missing_ok=True)
     elif isinstance(path, Path):
         shutil.rmtree(path)
     else:
-        path.filesystem.delete_dir(path.key)
+        for _ in range(READINGS):
+            path.filesystem.delete_dir(path.key)
+            # It deletes what it lists, which a cut answer makes fewer.
+            if not listed(path):
+                return
+        raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(path))

@@ -19,7 +19,7 @@ from headcount.jobs.upkeep.phases import drivers_of, runs_with_drivers
 from headcount.schemas.errors import RunError, printable
 from headcount.schemas.files.damage import BY_SIZE
 from headcount.schemas.files.document_fates import Fates
-from headcount.schemas.files.places import Place
+from headcount.schemas.files.places import Place, changed
 from headcount.schemas.files.run_directory import RunDirectory, find_runs, holds_whole_shard, pc
 
 RECENT = timedelta(minutes=10)  # a speed is of commits this long before the run's last
@@ -123,10 +123,13 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
     if len(commit_log):
         last = int(np.argmax(commit_log["finished"].cast(pa.int64()).to_numpy()))
         finished = commit_log["finished"][last].as_py().astimezone(UTC)
+        # Its own file, until it is gathered, is as old as the disk or the store says.
+        file_changed = changed(run.commit_file(commit_log["shard"][last].as_py()))
+        committed = finished.timestamp() if file_changed is None else file_changed
         last_commit = {
             "last_commit": finished.isoformat(timespec="seconds"),
             "last_host": commit_log["host"][last].as_py(),
-            "seconds_since": round(max(0.0, now_seconds - finished.timestamp()), 1),
+            "seconds_since": round(max(0.0, now_seconds - committed), 1),
         }
     return Status(
         run_id=run.run_id,

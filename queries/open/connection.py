@@ -418,7 +418,7 @@ def _leave_out_misfits(
             misfits.append(
                 f"{run.directory.path}: the files of table {source.table.name} do not fit the "
                 f"manifest: {why}; if older code wrote them, read them with that code; else bring "
-                f"back a copy of manifest.json, or headcount rm {run.directory.path}"
+                f"back a copy of manifest.json"
             )
     if misfits and not fitting:
         raise QueryError(misfits[0])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from headcount.schemas.errors import QueryError, RunError, unknown
+from headcount.schemas.errors import QueryError, RunError, StoreError, unknown
 from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import Place, absolute
@@ -120,6 +120,7 @@ def read_run(directory: RunDirectory, code: str | None) -> Run:
 def _read_once(directory: RunDirectory, code: str | None) -> Run:
     manifest = directory.manifest()
     commit_log = directory.commit_log()
+    directory.check_complete(commit_log)
     # Otherwise rows would count twice.
     check_merged(commit_log)
     if code is not None:
@@ -142,6 +143,8 @@ def read_runs(
     for directory in find_runs(absolute(path)):
         try:
             runs.append(read(directory, code))
+        except StoreError:
+            raise  # What the store has not given may be whole: an answer without it is wrong.
         except RunError as error:
             # One run that cannot be read must not hide the others.
             unreadable.append(error)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from headcount.queries.open.run import Run, read_run
 from headcount.queries.open.verified_files import CLOCK_TICK_SECONDS
-from headcount.schemas.errors import RunError
 from headcount.schemas.files.damage import data_folders
-from headcount.schemas.files.places import Fingerprint, Place, fingerprint, reason
+from headcount.schemas.files.places import Fingerprint, Place, fingerprint, unread
 from headcount.schemas.files.run_directory import RunDirectory
 
 State = dict[str, Fingerprint]  # what its manifest and directories look like, by path
@@ -67,4 +66,4 @@ def _state(directory: RunDirectory, folders: Iterable[str]) -> State:
             **{folder: fingerprint(directory.path / folder) for folder in folders},
         }
     except OSError as error:
-        raise RunError(f"{directory.path}: cannot be read ({reason(error)})") from None
+        raise unread(directory.path, error) from None

@@ -24,7 +24,7 @@ from fsspec.core import has_magic
 from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow.fs import FileSystem
 
-from headcount.schemas.files.places import StorePath
+from headcount.schemas.files.places import StorePath, listed, object_info, read_at, tag_of
 from headcount.schemas.files.run_directory import pc
 
 VERSION_DIGITS = 7
@@ -80,8 +80,10 @@ class _OpenObject:
         """So many bytes, or all that are left."""
         if self._file is None:
             self._file = self._store.open_unchanged(self._key, self._size)
-        left = self._size - self._position
-        content = self._file.read_at(left if size < 0 else min(size, left), self._position)
+        left = max(0, self._size - self._position)
+        wanted = left if size < 0 else min(size, left)
+        where = self._store.place(self._key)
+        content = read_at(self._file, wanted, self._position, where)
         self._position += len(content)
         return content
 
@@ -103,7 +105,7 @@ class _Store(ArrowFSWrapper):
         super().__init__(filesystem)
         self.scheme = scheme
         self.committed = committed
-        self._tags: dict[str, bytes | None] = {}
+        self._tags: dict[str, str | bytes | None] = {}
         """What the store called the content of an object when it was first opened."""
 
     @property
@@ -127,12 +129,23 @@ class _Store(ArrowFSWrapper):
             return super().glob(path, maxdepth, **options)
         return [self._strip_protocol(path)]
 
+    def place(self, key: str) -> StorePath:
+        """Where an object lies."""
+        return StorePath(f"{self.scheme}://{key}")
+
+    def ls(self, path: str, detail: bool = False, **options: object) -> list[Any]:
+        """What lies in a directory, of which a listing that was cut shows less."""
+        infos = listed(self.place(self._strip_protocol(path)))
+        # A path that is none of a directory is that of an object.
+        entries = [self._make_entry(info) for info in infos] or [self.info(path)]
+        return entries if detail else [entry["name"] for entry in entries]
+
     def info(self, path: str, **options: object) -> dict[str, Any]:
         """The size and the kind of an object; the commits say those of committed ones."""
         key = self._strip_protocol(path)
         known = self.committed.get(key)
         if known is None:
-            return super().info(path, **options)
+            return self._make_entry(object_info(self.place(key)))
         return {"name": key, "size": known.size, "type": "file", "mtime": known.version}
 
     def modified(self, path: str) -> datetime:
@@ -145,10 +158,8 @@ class _Store(ArrowFSWrapper):
 
         Pages of two versions of a file would otherwise be read as one.
         """
-        file = self.fs.open_input_file(key)
-        # The request that opens it brings the tag.
-        metadata = file.metadata()
-        tag = metadata.get("ETag") or metadata.get("etag")
+        file = self.place(key).open_content()
+        tag = tag_of(file)
         # The tag that was seen first stays for as long as the runs are open.
         if file.size() != expected_size or self._tags.setdefault(key, tag) != tag:
             file.close()
@@ -170,7 +181,7 @@ class _Store(ArrowFSWrapper):
         key = self._strip_protocol(path)
         if key in self.committed:
             return _OpenObject(self, key, self.committed[key].size)
-        return super()._open(path, mode, block_size, seekable, **options)
+        return self.place(key).open()
 
 
 def register_stores(

@@ -32,11 +32,21 @@ import pyarrow as pa
 import pyarrow.compute
 from pydantic import ValidationError
 
-from headcount.schemas.errors import RunError
+from headcount.schemas.errors import RunError, StoreError
 from headcount.schemas.files.commit import COMMITS, FILES, Commit
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
-from headcount.schemas.files.places import Place, names, reason, settle, write_whole
+from headcount.schemas.files.places import (
+    READINGS,
+    Place,
+    StorePath,
+    names,
+    read_as,
+    reason,
+    settle,
+    unread,
+    write_whole,
+)
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
@@ -46,6 +56,9 @@ READERS = 16  # files read or deleted at once: a store is slow for each, not for
 
 DISK_READERS, FEW_FILES = 4, 64
 """Files of a disk that are read at once; of so few, one after the other before threads start."""
+
+MOVED = "bring back a copy, or move it away, and headcount resume measures its shards anew"
+"""What to do about a part of a commit log that cannot be read. What is moved is not lost."""
 
 LISTINGS, LISTING_PAUSE = 20, 0.1
 """Times that a commit log which changes meanwhile is listed, and seconds between two: whoever
@@ -101,11 +114,21 @@ def read_commit_log(
         return table if is_in_order else table.take(pa.array(rows))
 
     table = _unchanged_meanwhile(directory, read)
+    if not len(table):
+        _check_listed(directory)
     if segments is None:
         known.clear()
     # What reading took beside the table: half as much again for a million commits.
     pa.default_memory_pool().release_unused()
     return table if has_files else table.drop_columns("files")
+
+
+def _check_listed(directory: Place) -> None:
+    """Refuse an empty commit log of a store that lists nothing at all, not even the manifest."""
+    if isinstance(directory, StorePath):
+        manifest = directory.parent / "manifest.json"
+        if manifest.is_file() and manifest.name not in names(directory.parent):
+            raise unread(directory, OSError("the store does not list what lies in it"))
 
 
 def any_commit(directory: Place, run_id: str) -> Commit | None:
@@ -141,11 +164,11 @@ def _unchanged_meanwhile(directory: Place, read: Callable[[list[str]], T]) -> T:
                 # example a link to nowhere.
                 problem = (
                     f"{error.filename or error}: is listed and cannot be opened ({reason(error)}); "
-                    "delete it, and headcount resume measures anew the shards that it committed"
+                    f"{MOVED}"
                 )
             time.sleep(LISTING_PAUSE)
     except (OSError, pa.ArrowException) as error:
-        raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
+        raise unread(directory, error) from None
     raise RunError(problem)
 
 
@@ -176,18 +199,21 @@ def _read_segment(file: Place, schema: pa.Schema) -> pa.Table:
         for column in schema
         for part in (column.type.value_type if column.name == "files" else [column])
     ]
-    try:
-        content = file.read_bytes()
+
+    def parse(content: bytes) -> pa.Table:
         if digest_of(content) != file.name[15:].removesuffix(".parquet"):
             raise pa.ArrowInvalid("its content is not what its name says")
         return read_content(pa.BufferReader(content), leaves).select(schema.names)
+
+    try:
+        return read_as(file, parse)
     except FileNotFoundError:
         raise  # Somebody gathered meanwhile; the directory is listed again.
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise RunError(
-            f"{file}: damaged ({reason(error)}); it holds commits. Delete it, and headcount resume "
-            f"{file.parent.parent} measures their shards anew; headcount rm deletes the run"
-        ) from None
+    except OSError as error:
+        raise unread(file, error) from None
+    except (KeyError, pa.ArrowException) as error:
+        kind = RunError if isinstance(file, Path) else StoreError
+        raise kind(f"{file}: damaged ({reason(error)}); it holds commits: {MOVED}") from None
 
 
 def _read_loose(directory: Place, run_id: str, loose: list[str], schema: pa.Schema) -> pa.Table:
@@ -219,11 +245,17 @@ def commit_name(shard: int) -> str:
 
 
 def read_commit(file: Place, run_id: str) -> Commit | None:
-    """The commit in a file; None if it is not a commit of this run."""
+    """The commit in a file; None if it is not a commit of this run, or on a disk none at all."""
     try:
-        commit = Commit.model_validate_json(file.read_bytes())
+        commit = read_as(file, Commit.model_validate_json)
     except ValidationError:
-        return None
+        if isinstance(file, Path):
+            return None
+        # Each object appears whole: so this is what the store makes of a commit.
+        raise StoreError(
+            f"{file}: read {READINGS} times, and it is not a commit; the store may answer with "
+            "something else: mend that, or bring back a copy of the object"
+        ) from None
     # A copy under another name would count the shard twice.
     return commit if commit.run_id == run_id and file.name == commit_name(commit.shard) else None
 

@@ -1,8 +1,8 @@
 """Which committed files differ from what was committed, and why.
 
-There are two checks of different cost. By name and size: a listing of each directory is enough, for
-a million files in seconds. By content: every file is read and compared with the digest in its
-commit and with the declared ranges of its columns.
+There are two checks of different cost. By name, which has a digest in it, and in a store by size: a
+listing of each directory is enough, for a million files in seconds. By content: every file is read
+and compared with the digest in its commit and with the declared ranges of its columns.
 """
 
 import json
@@ -22,7 +22,16 @@ import pyarrow.parquet as pq
 from headcount.schemas.files.commits import READERS, pc
 from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import OpenFile, Place, open_whole, reason, sizes
+from headcount.schemas.files.places import (
+    OpenFile,
+    Place,
+    StorePath,
+    names,
+    open_whole,
+    reason,
+    sizes,
+    unread,
+)
 from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.scans.kinds import OF_MERGED, TABLES, columns_of
 
@@ -105,7 +114,7 @@ def _folders(paths: pa.Array) -> pa.Array:
 
 
 def files_damaged_by_size(home: Place, commit_log: pa.Table) -> list[Damage]:
-    """Committed files of a commit log that are missing or have another size.
+    """Committed files of a commit log that are missing, or in a store have another size.
 
     A directory is listed once, instead of asking for each file: in a store a request per file would
     take hours. A path outside the run's tables is damage.
@@ -121,7 +130,8 @@ def files_damaged_by_size(home: Place, commit_log: pa.Table) -> list[Damage]:
     folder_of_file = pa.chunked_array(numbers, pa.int32()).to_numpy()
     for number, folder in enumerate(folders.to_pylist()):
         here = is_ours & (folder_of_file == number)
-        found[here] = _actual_sizes(home / folder, paths.filter(pa.array(here)))
+        wanted = pc.utf8_slice_codeunits(paths.filter(pa.array(here)), len(folder) + 1)
+        found[here] = _actual_sizes(home / folder, wanted, committed.filter(pa.array(here)))
     damages: dict[str, Damage] = {}
     row_of_file = pc.list_parent_indices(commit_log["files"])
     for i in np.flatnonzero(found != committed.to_numpy()).tolist():
@@ -131,19 +141,28 @@ def files_damaged_by_size(home: Place, commit_log: pa.Table) -> list[Damage]:
     return list(damages.values())
 
 
-def _actual_sizes(directory: Place, paths: pa.ChunkedArray) -> np.ndarray:
-    """The sizes of files in one directory; `GONE` for one that is not there."""
-    # Names as Python's hashes, of 64 bits: a million take 16 megabytes and not 150.
-    hashed = ((hash(name), size) for name, size in sizes(directory))
-    listed = np.fromiter(hashed, [("name", np.int64), ("size", np.int64)])
-    if not len(listed):
-        return np.full(len(paths), GONE)
-    listed = listed[np.argsort(listed["name"])]
-    names = (path.rpartition("/")[2] for chunk in paths.chunks for path in chunk.to_pylist())
-    wanted = np.fromiter(map(hash, names), np.int64, len(paths))
-    # searchsorted gives the place where a hash would be, present or not.
-    found = listed[np.searchsorted(listed["name"], wanted).clip(max=len(listed) - 1)]
-    return np.where(found["name"] == wanted, found["size"], GONE)
+def _actual_sizes(
+    directory: Place, wanted: pa.ChunkedArray, committed: pa.ChunkedArray
+) -> np.ndarray:
+    """The sizes of files in one directory; `GONE` for one that is not there.
+
+    On a disk a size is a call for each file, so what is there counts as committed.
+    """
+    listed = pa.table(dict(zip(("name", "size"), _names_and_sizes(directory), strict=True)))
+    places = pc.index_in(wanted, listed["name"])
+    if isinstance(directory, StorePath):
+        return pc.fill_null(listed["size"].take(places), GONE).to_numpy()
+    return np.where(places.is_valid().to_numpy(), committed.to_numpy(), GONE)
+
+
+def _names_and_sizes(directory: Place) -> tuple[pa.Array, pa.Array]:
+    if isinstance(directory, StorePath):
+        listed = [*sizes(directory)]
+        name_list, size_list = [name for name, _ in listed], [size for _, size in listed]
+        return pa.array(name_list, pa.string()), pa.array(size_list, pa.int64())
+    # A foreign name may be of bytes that are no text.
+    name_array = pa.array([name for name in names(directory) if name.isascii()], pa.string())
+    return name_array, pa.nulls(len(name_array), pa.int64())
 
 
 NOT_OURS, GONE = -2, -1  # in place of the size of a path that is none of ours, or is gone
@@ -228,7 +247,12 @@ def problem(
             return _range_problem(footer, bounds.get(file.table, {}))
     except FileNotFoundError:
         return _size_problem(GONE, file.bytes)
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except OSError as error:
+        if isinstance(home, StorePath):
+            # What a store does not give is not damaged.
+            raise unread(home / file.path, error) from None
+        return f"cannot be read ({reason(error)})"
+    except (ValueError, pa.ArrowException) as error:
         return f"cannot be read ({reason(error)})"
 
 

@@ -29,7 +29,7 @@ def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
             # Every list has the length of a row, so the flat values need no copying into lists.
             offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
             array = pa.ListArray.from_arrays(offsets, array)
-        arrays.append(array.cast(field.type))
+        arrays.append(array if array.type == field.type else array.cast(field.type))
     return pa.Table.from_arrays(arrays, schema=schema)
 
 

@@ -2,33 +2,52 @@
 
 A store path has the few methods of `pathlib.Path` that we need. A file is written whole or not at
 all: a temporary name, fsync and rename on a disk, a single upload in a store.
+
+An answer of a store may be cut anywhere. Of one that is cut inside its headers, pyarrow takes what
+is left for all: an object without a byte, a directory without a name. It repeats a request that is
+cut later. So whatever looks empty, short or broken is read again before it is believed, and in the
+end is an error of the store:
+
+* the size of an object: `StorePath.open`; its bytes, against that size: `_Object`;
+* what a small object says: `read_as`;
+* the names in a directory: `listed`, of which an empty one is looked for in the directory above.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import re
 import secrets
 import ssl
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from email.utils import parsedate_to_datetime
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import Request, getproxies, proxy_bypass, urlopen
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from headcount.schemas.errors import RunError, ScanError, SilentStoreError, WriteError
+from headcount.schemas.errors import (
+    RunError,
+    ScanError,
+    SilentStoreError,
+    StoreError,
+    WriteError,
+)
 
 STORES = ("s3", "gs")
 ATTEMPTS = 10
@@ -42,6 +61,8 @@ REQUEST_SECONDS, CONNECT_SECONDS = 15, 10
 after its last own byte: curl's speed is a mean of so many.
 """
 
+CLOCK_TICK_SECONDS = 2.0  # a store tells its time in whole seconds
+
 PROBES, PAUSE_SECONDS = 6, 0.5
 """Probes before the first request to a store that does not answer, and the pause between two."""
 
@@ -50,8 +71,18 @@ PROBE_SECONDS, PROBING_SECONDS = 8.0, 20.0
 afford to.
 """
 
+READINGS = 3  # times that a store is read before it is believed that something is empty or broken
+
+PAGE = 1000  # names that pyarrow asks for in one request
+
+REQUEST_BYTES = 4 << 20  # bytes of a request for a part of an object: each waits 20 to 100 ms
+
+NOT_WHOLE = "the store gave no whole answer to {} requests; bring it or the network up"
+
 OpenFile: TypeAlias = BufferedReader
-"""A file that is open for reading; pyarrow's files have its methods, but no types."""
+"""A file that is open for reading; pyarrow's buffers have its methods, but no types."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -92,22 +123,28 @@ class StorePath:
         try:
             return self.filesystem.get_file_info(self.key).type is pafs.FileType.File
         except OSError as error:
-            raise RunError(f"{self}: cannot be read ({reason(error)})") from None
+            raise unread(self, error) from None
 
     def read_bytes(self) -> bytes:
         """The whole content; raises FileNotFoundError if there is no such object."""
-        try:
-            with self.open() as file:
-                return file.read()
-        except OSError as error:
-            # Somebody deleted it after `open` had asked for its size.
-            if re.search("NO_SUCH_KEY|RESOURCE_NOT_FOUND", str(error)):
-                raise FileNotFoundError(errno.ENOENT, "is gone", str(self)) from None
-            raise
+        with self.open_content() as content:
+            return read_at(content, content.size(), 0, self)
 
     def open(self) -> OpenFile:
         """The object as a file that can be read at any place."""
-        return self.filesystem.open_input_file(self.key)
+        return io.BufferedReader(_Object(self.open_content(), self), REQUEST_BYTES)
+
+    def open_content(self) -> Any:  # noqa: ANN401 (pyarrow has no types)
+        """pyarrow's file, whose size is right: without a byte only where a listing says so too."""
+        for _ in range(READINGS):
+            content = self.filesystem.open_input_file(self.key)
+            if content.size() and tag_of(content):
+                return content
+        # Perhaps it has no byte, or the store has no tags.
+        sizes_listed = [info.size for info in listed(self.parent) if info.base_name == self.name]
+        if sizes_listed == [content.size()]:
+            return content
+        raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(self))
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
@@ -144,6 +181,81 @@ def check_address(text: str) -> None:
             f"{text}: an address that has lost a slash, as in a Path of Python; expected it as a "
             f"text, '{scheme}{slashes}{text[match.end() :]}'"
         )
+
+
+class _Object(io.RawIOBase):
+    """An object of a store, of whose bytes each is there or an error is raised."""
+
+    def __init__(self, content: Any, where: StorePath) -> None:  # noqa: ANN401 (pyarrow's file)
+        self._content, self._where = content, where
+        self._size: int = content.size()
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = begin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any buffer)
+        content = self._read(min(len(buffer), self._size - self._position))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def readall(self) -> bytes:
+        return self._read(self._size - self._position)
+
+    def _read(self, size: int) -> bytes:
+        content = read_at(self._content, max(0, size), self._position, self._where)
+        self._position += len(content)
+        return content
+
+    def close(self) -> None:
+        self._content.close()
+        super().close()
+
+
+def tag_of(content: Any) -> str | bytes | None:  # noqa: ANN401 (pyarrow's file)
+    """What a store calls the content of an object; the request that opened it brought the tag."""
+    metadata: dict[Any, Any] = content.metadata()
+    return metadata.get("ETag") or metadata.get("etag")
+
+
+def read_at(content: Any, size: int, position: int, where: StorePath) -> bytes:  # noqa: ANN401
+    """So many bytes of pyarrow's file at a position; raises OSError if they do not all come."""
+    try:
+        for _ in range(READINGS if size else 0):
+            read: bytes = content.read_at(size, position)
+            if len(read) == size:
+                return read
+    except OSError as error:
+        # Somebody deleted it after it was opened.
+        if re.search("NO_SUCH_KEY|RESOURCE_NOT_FOUND", str(error)):
+            raise FileNotFoundError(errno.ENOENT, "is gone", str(where)) from None
+        raise
+    if size:
+        raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(where))
+    return b""
+
+
+def read_as(where: Place, parse: Callable[[bytes], T]) -> T:
+    """What a small file says. In a store, what cannot be parsed is read again.
+
+    Raises what `parse` raises, FileNotFoundError if there is no such file, and OSError.
+    """
+    for _ in range(READINGS - 1 if isinstance(where, StorePath) else 0):
+        content = where.read_bytes()
+        with suppress(ValueError, LookupError, TypeError, AttributeError, pa.ArrowException):
+            return parse(content)
+    return parse(where.read_bytes())
 
 
 def place(where: str | Place) -> Place:
@@ -219,18 +331,23 @@ def region_and_endpoint() -> tuple[str | None, str | None]:
     return region, os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
 
+def _address(scheme: str, region: str | None, endpoint: str | None) -> str:
+    """Where the stores of a scheme answer."""
+    if endpoint is not None and scheme != "gs":
+        return endpoint
+    if scheme == "gs":
+        return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+    if region is None:
+        return "https://s3.amazonaws.com"
+    return f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+
+
 @cache
 def _filesystem(
     scheme: str, bucket: str, region: str | None, endpoint: str | None
 ) -> pafs.FileSystem:
     """The file system of a bucket; the cache keeps its connections and probes each store once."""
-    if scheme == "gs":
-        address = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
-    elif region is None:
-        address = "https://s3.amazonaws.com"
-    else:
-        address = f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
-    _require_answer(f"{scheme}://{bucket}", endpoint or address)
+    _require_answer(f"{scheme}://{bucket}", _address(scheme, region, endpoint))
     if scheme == "gs":
         return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))
     if region is None and endpoint is None:
@@ -324,11 +441,10 @@ def temporary_file(where: Path, content: bytes | pa.Buffer) -> Iterator[Path]:
     Its name does not end in .parquet or .json, so no glob takes a half-written file for a whole
     one.
     """
-    where.parent.mkdir(parents=True, exist_ok=True)
     # The random part keeps two attempts at the same file apart.
     temporary = where.with_name(f".{where.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with _created(temporary) as file:
             file.write(content)
             file.flush()
             # Without it a power cut can leave the new name with an empty file.
@@ -336,6 +452,15 @@ def temporary_file(where: Path, content: bytes | pa.Buffer) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _created(file: Path) -> io.BufferedWriter:
+    """A new file, and its directory if that is not there."""
+    try:
+        return file.open("wb")
+    except FileNotFoundError:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file.open("wb")
 
 
 @contextmanager
@@ -406,11 +531,118 @@ def sizes(directory: Place) -> Iterator[tuple[str, int]]:
 
 def listed(directory: StorePath) -> list[pafs.FileInfo]:
     """What lies in a directory of a store; nothing if it does not exist."""
-    selector = pafs.FileSelector(directory.key, allow_not_found=True)
+    longest: list[pafs.FileInfo] = []
+    is_there: bool | None = None
     try:
-        return directory.filesystem.get_file_info(selector)
+        for _ in range(READINGS):
+            try:
+                longest = max(longest, _listing(directory), key=len)
+            except FileNotFoundError:
+                # There is none, or the answer was cut.
+                is_there = _is_listed_above(directory)
+                if is_there is False:
+                    return []
+                continue
+            # A page that is cut has no names, so those behind full pages may be missing. The
+            # directory itself may be among the names of a page.
+            if not longest or len(longest) % PAGE not in (0, PAGE - 1):
+                return longest
     except OSError as error:
-        raise RunError(f"{directory}: cannot be read ({reason(error)})") from None
+        raise unread(directory, error) from None
+    if is_there and not longest:
+        raise unread(directory, OSError(NOT_WHOLE.format(READINGS)))
+    return longest
+
+
+def _is_listed_above(directory: StorePath) -> bool | None:
+    """Whether the directory above lists this one; None if there is none, or it may not be listed.
+
+    A cut answer about this one has no names. One about that one has, if anything else lies there.
+    """
+    above = directory.parent
+    if not above.key.strip("/"):
+        return None  # A bucket may be empty.
+    try:
+        directories = (i.base_name for i in listed(above) if i.type is pafs.FileType.Directory)
+        return directory.name in directories
+    except RunError:
+        return None
+
+
+def _listing(directory: StorePath, recursive: bool = False) -> list[pafs.FileInfo]:
+    """Raises FileNotFoundError where an answer has neither a name nor a marker of the directory."""
+    selector = pafs.FileSelector(directory.key, recursive=recursive)
+    return directory.filesystem.get_file_info(selector)
+
+
+def changed(file: Place) -> float | None:
+    """When a file was changed, in seconds since 1970 by the clock here; None if there is none.
+
+    The disk or the store says when, by a clock of its own, and what that shows now.
+    """
+    if isinstance(file, StorePath):
+        times = [info.mtime_ns for info in listed(file.parent) if info.base_name == file.name]
+        then = times[0] / 1e9 if times and times[0] is not None else None
+    else:
+        try:
+            then = file.stat().st_mtime
+        except FileNotFoundError:
+            then = None
+    return None if then is None else then - _seconds_ahead(file)
+
+
+def _seconds_ahead(file: Place) -> float:
+    """How far the clock of a file's disk or store is ahead of the one here; 0 if it does not say.
+
+    Within a tick of either clock they are one.
+    """
+    there: float | None = None
+    if isinstance(file, StorePath):
+        there = _date_of(_address(file.url.partition("://")[0], *region_and_endpoint()))
+    else:
+        with suppress(OSError), tempfile.TemporaryFile(dir=file.parent) as probe:
+            probe.write(b"1")
+            probe.flush()
+            os.fsync(probe.fileno())
+            there = os.fstat(probe.fileno()).st_mtime
+    ahead = 0.0 if there is None else there - time.time()
+    return ahead if abs(ahead) > CLOCK_TICK_SECONDS else 0.0
+
+
+def _date_of(address: str) -> float | None:
+    """The time in the answer of a store, of which any will do."""
+    url = address if "://" in address else f"http://{address}"
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=PROBE_SECONDS) as answer:
+            date = answer.headers["Date"]
+    except HTTPError as refusal:
+        date = refusal.headers["Date"]
+    except (OSError, HTTPException):
+        return None
+    with suppress(TypeError, ValueError):
+        return parsedate_to_datetime(date).timestamp()
+    return None
+
+
+def is_directory(where: Place) -> bool:
+    """Whether there is a directory at a path, or objects under an address."""
+    if isinstance(where, Path):
+        return where.is_dir()
+    # A store may keep a marker of a directory in which nothing lies.
+    kind = where.filesystem.get_file_info(where.key).type
+    if kind is pafs.FileType.NotFound:
+        return bool(listed(where))  # Unless the answer was cut.
+    return kind is pafs.FileType.Directory
+
+
+def object_info(where: StorePath) -> pafs.FileInfo:
+    """What the store says of an object, or that there is none."""
+    info = where.filesystem.get_file_info(where.key)
+    if info.type is not pafs.FileType.File or info.size:
+        return info
+    # The answer was cut, or there is not a byte in it.
+    infos = [each for each in listed(where.parent) if each.base_name == where.name]
+    return infos[0] if infos else info
 
 
 def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -461,7 +693,7 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
     """
     from fsspec.utils import glob_translate
 
-    info = pattern.filesystem.get_file_info(pattern.key)
+    info = object_info(pattern)
     if info.type is pafs.FileType.File:
         return [(pattern, info.size)]
     fixed = re.split(r"[*?[]", pattern.key)[0]
@@ -469,13 +701,32 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
         return []
     # Two asterisks that are not a whole part mean the same as one.
     matches = re.compile(glob_translate(re.sub(r"(?<=[^/])\*\*|\*\*(?=[^/])", "*", pattern.key)))
-    selector = pafs.FileSelector(fixed.rpartition("/")[0], allow_not_found=True, recursive=True)
     scheme = pattern.url.partition("://")[0]
     return [
         (StorePath(f"{scheme}://{info.path}"), info.size)
-        for info in pattern.filesystem.get_file_info(selector)
+        for info in _all_below(StorePath(f"{scheme}://{fixed.rpartition('/')[0]}"))
         if info.type is pafs.FileType.File and matches.fullmatch(info.path)
     ]
+
+
+def _all_below(directory: StorePath) -> list[pafs.FileInfo]:
+    """Everything below a directory of a store, as two listings say it."""
+    before = -1
+    for _ in range(READINGS):
+        try:
+            infos = _listing(directory, recursive=True)
+        except FileNotFoundError:
+            infos = []
+        if len(infos) == before:
+            return infos
+        before = len(infos)
+    raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(directory))
+
+
+def unread(where: Place, error: BaseException) -> RunError:
+    """The error about what cannot be read, or is not what was written there."""
+    kind = RunError if isinstance(where, Path) else StoreError
+    return kind(f"{where}: cannot be read ({reason(error)})")
 
 
 SILENCE = re.compile(r"AWS Error NETWORK_CONNECTION during \w+ operation: ([^;]*).*")

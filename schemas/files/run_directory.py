@@ -7,6 +7,7 @@ runs/run_id=NAME-HASH/
 ├── heads/intervention=none/shard-000000-DIGEST.parquet …     and so in sequences/, profiles/, …
 ├── weights/intervention=none/shard-000000-DIGEST.parquet     if the scan names weight statistics
 ├── rollups/intervention=none/merged-….parquet  and samples/: of the rows that `compact` has seen
+├── complete.json    once all shards were committed: how many, so that none is missed unnoticed
 ├── failures/shard-000000.json     attempts that failed, and why
 └── commits/shard-000000.json      written last: a shard is done if and only if its commit is in
                                    the commit log (commits.py)
@@ -16,20 +17,31 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from headcount.schemas.errors import OtherRunError, RunError, counted
+from headcount.schemas.errors import OtherRunError, RunError, StoreError, counted
 from headcount.schemas.files.commit import Commit
-from headcount.schemas.files.commits import any_commit, commit_name, commits_of, pc, read_commit_log
+from headcount.schemas.files.commits import (
+    any_commit,
+    commit_name,
+    commits_of,
+    gathered_shards,
+    pc,
+    read_commit_log,
+)
 from headcount.schemas.files.damage import Damage, examined_files, files_damaged_by_size
 from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import Place, names, place, reason
+from headcount.schemas.files.places import Place, names, place, read_as, unread, write_whole
 from headcount.schemas.scans.kinds import TABLES
+
+SHARD_COMMIT = re.compile(r"shard-(\d+)\.json").fullmatch
+"""Tells the shard of a commit, or of a note of a failure, by the name of its file."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,38 @@ class RunDirectory:
         return self.path / "manifest.json"
 
     @property
+    def complete_file(self) -> Place:
+        """How many shards the run had when it was complete."""
+        return self.path / "complete.json"
+
+    def note_complete(self, shards: int) -> None:
+        """Note that the first so many shards are committed, if they are."""
+        listed = {int(file[1]) for file in map(SHARD_COMMIT, names(self.commits_directory)) if file}
+        done = listed | gathered_shards(self.commits_directory)
+        if done.issuperset(range(shards)):
+            write_whole(self.complete_file, json.dumps({"shards": shards}).encode())
+
+    def forget_complete(self) -> None:
+        """Take the note back. Call it before a shard is taken back."""
+        self.complete_file.unlink(missing_ok=True)
+
+    def check_complete(self, commit_log: pa.Table) -> None:
+        """Refuse a commit log that lacks shards of a run that was complete."""
+        try:
+            shards = read_as(self.complete_file, lambda content: int(json.loads(content)["shards"]))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise unread(self.complete_file, error) from None
+        if missing := shards - int((commit_log["shard"].to_numpy() < shards).sum()):
+            kind = RunError if isinstance(self.path, Path) else StoreError
+            raise kind(
+                f"{self.path}: was complete, and {counted(missing, 'commit')} of {shards:,} cannot "
+                "be found; mend the store or bring back copies, or headcount resume "
+                f"{self.path} measures them anew"
+            )
+
+    @property
     def index(self) -> Place:
         """The directory of what the run keeps of its corpus."""
         return self.path / "index"
@@ -70,11 +114,17 @@ class RunDirectory:
 
     def fates(self) -> Fates | None:
         """What became of the corpus's documents; None if the run has no corpus."""
-        try:
-            parts = json.loads(self.fates_file.read_bytes())["parts"]
+
+        def parse(content: bytes) -> Fates:
+            parts = json.loads(content)["parts"]
             return Fates({name: dict(counts) for name, counts in parts.items()})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+
+        try:
+            return read_as(self.fates_file, parse)
+        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
             return None
+        except OSError as error:
+            raise unread(self.fates_file, error) from None
 
     @property
     def commits_directory(self) -> Place:
@@ -91,31 +141,52 @@ class RunDirectory:
 
     def failure(self, shard: int) -> tuple[int, str] | None:
         """The number of failed attempts at a shard, and the last reason; None without any."""
-        try:
-            record = json.loads(self.failure_file(shard).read_bytes())
+
+        def parse(content: bytes) -> tuple[int, str]:
+            record = json.loads(content)
             return int(record["attempts"]), str(record["error"])
+
+        try:
+            return read_as(self.failure_file(shard), parse)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def failed_shards(self) -> list[int]:
         """Shards with a failed attempt, whether or not a later one succeeded."""
         # Other files, for example copies that somebody made, are ignored.
-        files = map(re.compile(r"shard-(\d+)\.json").fullmatch, names(self.path / "failures"))
+        files = map(SHARD_COMMIT, names(self.path / "failures"))
         return sorted(int(file[1]) for file in files if file)
+
+    def refuse_links(self) -> None:
+        """Refuse a run on a disk of which a directory is a link, before anything is written to it.
+
+        What lies behind the link may be another run's, and would be deleted as this one's. A file
+        that is a link does no harm: it is replaced or deleted itself, and not what it leads to.
+        """
+        if not isinstance(self.path, Path):
+            return
+        inside = [self.path / name for name in sorted(names(self.path))]
+        folders = [home / name for home in inside if home.name in TABLES for name in names(home)]
+        for directory in (self.path, *inside, *folders):
+            if directory.is_symlink() and not directory.is_file():
+                raise RunError(
+                    f"{directory}: a link to {directory.resolve()}, and expected a directory of "
+                    "this run alone, as whatever writes to a run may delete files in it; name what "
+                    "the link leads to, or put that in the place of the link"
+                )
 
     def manifest(self) -> Manifest:
         """Read the manifest."""
         # What to do about a broken run, as the end of an error.
-        is_run = self.path.name.startswith("run_id=")
-        remedy = f"; bring back a copy, or headcount rm {self.path} deletes it" if is_run else ""
+        remedy = "; bring back a copy" if self.path.name.startswith("run_id=") else ""
         try:
-            return Manifest.model_validate_json(self.manifest_file.read_bytes())
+            return read_as(self.manifest_file, Manifest.model_validate_json)
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(
                 f"{self.path}: no manifest.json; expected the directory of a run{remedy}"
             ) from None
         except OSError as error:
-            raise RunError(f"{self.manifest_file}: cannot be read ({reason(error)})") from None
+            raise unread(self.manifest_file, error) from None
         except ValidationError as error:
             wrong_fields = {problem["loc"] for problem in error.errors()}
             if ("layout",) in wrong_fields and ("run_id",) not in wrong_fields:
@@ -125,7 +196,8 @@ class RunDirectory:
                 ) from None
             problems = counted(error.error_count(), "problem")
             why = f"{self.manifest_file}: not a manifest ({problems}){remedy}"
-            raise OtherRunError(why) from None
+            kind = OtherRunError if isinstance(self.path, Path) else StoreError
+            raise kind(why) from None
 
     def commit_log(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Some columns of the commits that count, in shard order."""
@@ -159,7 +231,7 @@ class RunDirectory:
                 if why is not None
             ]
         except OSError as error:
-            raise RunError(f"{self.path}: cannot be read ({reason(error)})") from None
+            raise unread(self.path, error) from None
 
 
 def data_path(table: str, intervention: str, name: str) -> str:
@@ -218,7 +290,7 @@ def find_runs(path: Place) -> list[RunDirectory]:
             run for run in candidates if run.manifest_file.is_file() or "commits" in names(run.path)
         ]
     except OSError as error:
-        raise RunError(f"{path}: cannot be read ({reason(error)})") from None
+        raise unread(path, error) from None
     if not runs:
         raise RunError(
             f"{path}: no run here; expected a run directory, or a directory that holds run_id=… "

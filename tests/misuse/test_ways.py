@@ -103,7 +103,7 @@ def test_new_runs_have_numbers_and_the_newest_that_fits_is_continued(home: Path,
     assert scan_here(command).name == names[1]
     for name in names:
         (home / "runs" / name / "manifest.json").write_text("{")
-    phrase = "deletes it; headcount scan --new starts another run"
+    phrase = "bring back a copy; headcount scan --new starts another run"
     assert refusal(command, "scan", "toy.toml").endswith(phrase)
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import unquote
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.http import http_date
 from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Request, Response
 
@@ -98,6 +99,11 @@ class FaultyApplication:
             response.set_data(self.listing_before(response.get_data(as_text=True), action["stale"]))
         if action.get("cut") == "after":
             cut_connection(connection)
+        if "body" in action and method != "HEAD":
+            response.set_data(action["body"])
+        if "cut_at" in action:
+            connection.sendall(whole_answer(response, environ)[: action["cut_at"]])
+            cut_connection(connection)
         if "cut_body" in action:
             start_response(response.status, response.get_wsgi_headers(environ).to_wsgi_list())
             return cut_off(response.get_data(), action["cut_body"], connection)
@@ -127,6 +133,14 @@ class FaultyApplication:
         self.log = self.log if log is None else log
         fired = [live_rule.fired for live_rule in self.live_rules]
         return Response(json.dumps({"fired": fired, "log": self.log}))
+
+
+def whole_answer(response: Response, environ: WSGIEnvironment) -> bytes:
+    """An answer as it goes over the wire. That to HEAD ends with its headers."""
+    lines = [f"HTTP/1.1 {response.status}", "Server: moto", f"Date: {http_date()}"]
+    lines += [f"{name}: {value}" for name, value in response.get_wsgi_headers(environ)]
+    head = "\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1")
+    return head if environ["REQUEST_METHOD"] == "HEAD" else head + response.get_data()
 
 
 def cut_connection(connection: socket.socket) -> NoReturn:

@@ -38,6 +38,10 @@ class Action(TypedDict, total=False):
     """Close the connection without an answer, before or after the request is carried out."""
     cut_body: int
     """Close the connection after this many bytes of the answer's body."""
+    cut_at: int
+    """Close the connection after this many bytes of the answer, which begins with its headers."""
+    body: str
+    """Answer with this in place of the object or the listing."""
     stale: float
     """Leave out of a listing what was written first within the last so many seconds."""
 

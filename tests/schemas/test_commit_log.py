@@ -234,8 +234,8 @@ def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
     link.unlink(missing_ok=True)
     link.symlink_to("nowhere")
     assert refused(RunError, run.commit_log) == (
-        f"{link}: is listed and cannot be opened (No such file or directory); delete it, and "
-        "headcount resume measures anew the shards that it committed"
+        f"{link}: is listed and cannot be opened (No such file or directory); bring back a "
+        "copy, or move it away, and headcount resume measures its shards anew"
     )
     link.unlink()
     assert len(committed_shards(run)) == (9 if "shard" in name else 10)

@@ -39,7 +39,6 @@ from headcount.schemas.files.places import place, reason
 COMPRESSED = {".zst": "zstd", ".gz": "gzip", ".bz2": "bzip2", ".xz": "xz"}
 """How a file is compressed, by its last ending; the one before says what the file contains."""
 
-STORE_BUFFER = 4 << 20  # bytes of a request to a store, each of which waits 20 to 100 ms
 
 CONTENT_BUFFER = 1 << 20  # bytes of a compressed file's content that are held at once
 SAMPLE_BYTES = 1 << 20  # compressed bytes that are read to see how well a file is compressed
@@ -229,9 +228,7 @@ def compression_of(path: str) -> str | None:
 def open_content(path: str, start: int = 0) -> Iterator[io.BufferedReader]:
     """A file's content from a byte on, as a stream; a compressed one is read from its beginning."""
     compression = compression_of(path)
-    with open_input(place(path)) as file:
-        # A file in a store is Arrow's, which cannot peek or iterate over lines.
-        stored = io.BufferedReader(file, STORE_BUFFER) if isinstance(file, pa.NativeFile) else file
+    with open_input(place(path)) as stored:
         if not start:
             _check_form(path, stored.peek(beginnings.BYTES), compression)
         if compression is not None:

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from headcount.schemas.errors import CorpusError, printable
+from headcount.schemas.errors import CorpusError, RunError, printable
 from headcount.schemas.files.input_files import open_input
-from headcount.schemas.files.places import StorePath, place, reason
+from headcount.schemas.files.places import StorePath, listed, object_info, place, reason
 from headcount.workers.inputs.corpus.documents import (
     CHANGED,
     Source,
@@ -77,14 +75,14 @@ def _objects_now(urls: list[str]) -> dict[str, tuple[int, int]]:
     for directory, names_in_it in names.items():
         path = place(directory)
         assert isinstance(path, StorePath)
-        wanted: Any = [f"{path.key}/{name}" for name in names_in_it]
-        if len(wanted) >= FILES_WORTH_A_LISTING:
-            wanted = pafs.FileSelector(path.key)
         try:
-            listed = path.filesystem.get_file_info(wanted)
-        except OSError as error:
+            if len(names_in_it) >= FILES_WORTH_A_LISTING:
+                infos = listed(path)
+            else:
+                infos = [object_info(path / name) for name in names_in_it]
+        except (OSError, RunError) as error:
             raise CorpusError(f"{directory}: cannot be read ({reason(error)})") from None
-        for info in listed:
+        for info in infos:
             objects[f"{directory}/{info.base_name}"] = (info.size or 0, info.mtime_ns or 0)
     return objects
 

@@ -110,7 +110,9 @@ def stored_corpus(folder: Place) -> StoredCorpus:
 def _read_store(folder: Place) -> TokenStore:
     store = TokenStore.read(folder)
     if store is None:
-        raise RunError(f"{folder / STORE_FILE}: not there; remove this store")
+        raise RunError(
+            f"{folder / STORE_FILE}: not there; expected the description of a token store"
+        )
     return store
 
 

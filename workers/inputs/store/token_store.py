@@ -35,7 +35,9 @@ from headcount.schemas.files.places import (
     StorePath,
     names,
     open_whole,
+    read_as,
     reason,
+    unread,
     write_whole,
 )
 from headcount.workers.inputs.corpus.documents import Document, Reading
@@ -96,20 +98,25 @@ class TokenStore:
     @classmethod
     def read(cls, folder: Place) -> "TokenStore | None":
         """The store in a folder, or None; refuse one of another version, or a broken one."""
-        try:
-            description = json.loads((folder / STORE_FILE).read_bytes())
+
+        def parse(content: bytes) -> TokenStore:
+            description = json.loads(content)
             if description.pop("format") != FORMAT:
                 raise ValueError(f"expected format {FORMAT}")
             reading = description.pop("reading")
             reading["fields"] = tuple(reading["fields"])
             return cls(folder=folder, reading=Reading(**reading), **description)
+
+        try:
+            return read_as(folder / STORE_FILE, parse)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise unread(folder / STORE_FILE, error) from None
         except UNREADABLE as error:
             raise RunError(
                 f"{folder / STORE_FILE}: not the description of a token store ({reason(error)}); "
-                f"remove this store (headcount corpus remove {folder.name}) or choose another "
-                "place with corpora"
+                "bring back a copy, or choose another place with corpora"
             ) from None
 
     def create(self) -> None:
@@ -344,15 +351,20 @@ class PortionFile:
         self._schema = store.schema
         self._lock = threading.Lock()
         self._decoded: dict[int, np.ndarray] = {}
+
+        def parse(content: Any) -> tuple[pq.ParquetFile, PortionRecord]:  # noqa: ANN401
+            file = pq.ParquetFile(content)
+            return file, _checked_record(store, portion, file.metadata)
+
         try:
             # From a store a portion is fetched whole: a request takes as long as a megabyte. A file
             # of Python's own would have to be closed.
             if isinstance(self._place, StorePath):
-                content: Any = pa.BufferReader(self._place.read_bytes())
+                self._parquet, self.record = read_as(
+                    self._place, lambda content: parse(pa.BufferReader(content))
+                )
             else:
-                content = pa.OSFile(str(self._place))
-            self._parquet = pq.ParquetFile(content)
-            self.record = _checked_record(store, portion, self._parquet.metadata)
+                self._parquet, self.record = parse(pa.OSFile(str(self._place)))
             self._ends = [end for end, _ in self.record.groups]
         except UNREADABLE as error:
             raise _unreadable(self._place, error) from None
@@ -422,6 +434,6 @@ def _unreadable(file: Place, error: BaseException) -> CorpusError:
     if isinstance(error, FileNotFoundError):
         return CorpusError(f"{file}: not there; run the same command, which prepares it again")
     return CorpusError(
-        f"{file}: cannot be read ({reason(error)}); if it is damaged, delete it, then run the same "
-        "command, which prepares it again"
+        f"{file}: cannot be read ({reason(error)}); if it is damaged, move it away, then run the "
+        "same command, which prepares it again"
     )

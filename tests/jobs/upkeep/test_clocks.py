@@ -1,0 +1,54 @@
+"""Machines whose clocks differ by minutes agree on how long a driver has been silent."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from headcount.jobs.upkeep import phases
+from headcount.schemas.files.places import changed, place, write_whole
+from headcount.schemas.files.run_directory import RunDirectory
+from tests.toys.object_stores import object_store
+
+TRUE_TIME = time.time
+
+
+def heartbeat(seconds_ahead: float) -> bytes:
+    """What a driver writes whose clock is ahead, a minute after it has begun to measure."""
+    at = TRUE_TIME() + seconds_ahead
+    driver = phases.Driver(host="far", process=7, phase="measuring", since=at - 60, at=at)
+    return driver.model_dump_json().encode()
+
+
+@pytest.mark.parametrize("driver_ahead", [-120, 0, 120])
+@pytest.mark.parametrize("reader_ahead", [-120, 0, 120])
+@pytest.mark.parametrize("out", ["runs", "s3://bucket/runs"])
+def test_a_driver_that_lives_is_heard_whatever_the_clocks_say(
+    out: str, reader_ahead: float, driver_ahead: float, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory.of(out, "toy-1")
+    with object_store(monkeypatch):
+        write_whole(place(out) / ".drivers" / "toy-1" / "far-7.json", heartbeat(driver_ahead))
+        monkeypatch.setattr(time, "time", lambda: TRUE_TIME() + reader_ahead)
+        (driver,) = phases.drivers_of(run)
+        assert driver.is_alive(time.time())
+        assert driver.line(time.time()).startswith("measuring, for 1 min ")
+        assert not driver.is_alive(time.time() + phases.SILENT_SECONDS + 5)
+
+
+def test_a_driver_that_was_killed_is_silent_whatever_the_clocks_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    file = Path("runs/.drivers/toy-1/far-7.json")
+    write_whole(file, heartbeat(3600))
+    os.utime(file, (TRUE_TIME() - 90, TRUE_TIME() - 90))
+    for reader_ahead in (-3600, 0, 3600):
+        monkeypatch.setattr(time, "time", lambda ahead=reader_ahead: TRUE_TIME() + ahead)
+        (driver,) = phases.drivers_of(RunDirectory.of("runs", "toy-1"))
+        assert not driver.is_alive(time.time())
+        assert "is silent for 1 min 30" in driver.line(time.time())
+    assert changed(Path("runs/none")) is None
