@@ -20,6 +20,7 @@ from headcount.jobs.plan.plan import make_plan, prepare_run, where_begun
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
+from headcount.jobs.run.progress import waiting
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import RunError, ScanError, counted, printable
 from headcount.schemas.files.places import Place
@@ -62,7 +63,8 @@ def run_scan(
     resources.check_here()
     with phases.taken():
         preparation = Preparation(resources, console)
-        plan = make_plan(scan, name, None, preparation, new, allow_other_code=False)
+        with waiting(console, "planning"):
+            plan = make_plan(scan, name, None, preparation, new, allow_other_code=False)
         if calibrates is not None:
             manifest = plan.manifest.model_copy(update={"calibrates": calibrates})
             plan = replace(plan, manifest=manifest)

@@ -388,6 +388,7 @@ def resume(
     from headcount.jobs.corpus.preparation import Preparation
     from headcount.jobs.plan.plan import replan, where_begun
     from headcount.jobs.run.loop import refuse_failures, run_to_end
+    from headcount.jobs.run.progress import waiting
     from headcount.jobs.upkeep import phases
     from headcount.workers.process import prepare_process
 
@@ -398,7 +399,8 @@ def resume(
     with phases.taken(), where_begun(directory, overrides or []) as absolute_overrides:
         phases.about(directory)
         preparation = Preparation(resources, console, verify_corpus)
-        plan = replan(directory, absolute_overrides, preparation, allow_other_code)
+        with waiting(console, "planning"):
+            plan = replan(directory, absolute_overrides, preparation, allow_other_code)
         failures = run_to_end(
             plan, resources, console, verify=verify, allow_other_code=allow_other_code
         )

@@ -100,6 +100,7 @@ def plan(
     from headcount.jobs.plan.plan import check_directories, plan_run
     from headcount.jobs.plan.resolved_scan import resolve
     from headcount.jobs.resources import Resources
+    from headcount.jobs.run.progress import waiting
     from headcount.schemas.files.run_directory import RunDirectory
     from headcount.workers.interventions.settlement import check_begun
     from headcount.workers.process import prepare_process
@@ -113,15 +114,17 @@ def plan(
     resolved = resolve(parsed_scan)
     first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
     run, alike = find_run(resolved, first_run, new)
-    # A scan that cannot run is refused before any text is tokenised.
-    rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
-    if run.manifest_file.is_file():
-        precision = rehearsal.settlement.precision
-        check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
-    scan_plan = plan_run(resolved, run, is_estimate=True, alike=alike)
-    console = Console(highlight=False)
+    console, progress_console = Console(highlight=False), Console(highlight=False, stderr=True)
+    with waiting(progress_console, "loading the model"):
+        # A scan that cannot run is refused before any text is tokenised.
+        rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
+        if run.manifest_file.is_file():
+            precision = rehearsal.settlement.precision
+            check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
+        scan_plan = plan_run(resolved, run, is_estimate=True, alike=alike)
     _print_fields(console, scan_plan, parsed_scan, every)
-    cost = rehearsal.measure(scan_plan)
+    with waiting(progress_console, "measuring a batch of each intervention"):
+        cost = rehearsal.measure(scan_plan)
     table = Table(
         "cost",
         Column("", overflow="fold"),
@@ -272,6 +275,7 @@ def scan(
     """Run scans. If a run was stopped or killed, the same command continues it."""
     from headcount.jobs.plan.same_weights import without_duplicates
     from headcount.jobs.plan.scan_files import scans_of
+    from headcount.jobs.run.progress import waiting
     from headcount.jobs.upkeep import phases
 
     if new and run is not None:
@@ -280,17 +284,18 @@ def scan(
     # Read all files first: the imports below take seconds, and the first scan may take hours.
     series = [scans_of(file, overrides or ()) for file in scan_files]
     scans = [scan for each in series for scan in without_duplicates(each, skip_duplicates)]
-    from headcount.jobs.corpus.preparation import Preparation
-    from headcount.jobs.plan.plan import check_directories, make_plan, prepare_run
-    from headcount.jobs.plan.resolved_scan import check_scan
-    from headcount.jobs.resources import Resources
-    from headcount.jobs.run.loop import refuse_failures, run_to_end
-    from headcount.jobs.upkeep.compaction import merge_finished
-    from headcount.jobs.upkeep.merge_workers import merging
-    from headcount.workers.process import prepare_process
+    console = Console(highlight=False, stderr=True)
+    with waiting(console, "starting"):
+        from headcount.jobs.corpus.preparation import Preparation
+        from headcount.jobs.plan.plan import check_directories, make_plan, prepare_run
+        from headcount.jobs.plan.resolved_scan import check_scan
+        from headcount.jobs.resources import Resources
+        from headcount.jobs.run.loop import refuse_failures, run_to_end
+        from headcount.jobs.upkeep.compaction import merge_finished
+        from headcount.jobs.upkeep.merge_workers import merging
+        from headcount.workers.process import prepare_process
 
     prepare_process()
-    console = Console(highlight=False, stderr=True)
     resources = Resources.asked_for(replicas, cores, device, address)
     resources.check_here()
     # Before the first one, which may take hours.
@@ -303,7 +308,8 @@ def scan(
         with phases.taken():
             preparation = Preparation(resources, console, verify_corpus)
             name = requested.file.stem
-            with _about(requested) if scans[1:] else nullcontext():
+            about = _about(requested) if scans[1:] else nullcontext()
+            with about, waiting(console, "planning"):
                 scan_plan = make_plan(requested.scan, name, run, preparation, new, allow_other_code)
             prepare_run(scan_plan, requested.text)
             if new:
@@ -316,7 +322,8 @@ def scan(
             )
             if merge and not failures[scan_plan.run]:
                 phases.note("compacting")
-                merge_finished(scan_plan.run, merging(0, address), tell)
+                with waiting(console, "merging files"):
+                    merge_finished(scan_plan.run, merging(0, address), tell)
             print(scan_plan.run.path)
     refuse_failures(failures)
 

@@ -28,6 +28,7 @@ def check(
 
     Files that are not as committed are named. Nothing is changed.
     """
+    from headcount.jobs.run.progress import waiting
     from headcount.jobs.upkeep.checking import check_run, findings
     from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import find_runs
@@ -36,7 +37,8 @@ def check(
     all_whole = True
     for run in find_runs(absolute(runs)):
         try:
-            checked = check_run(run)
+            with waiting(Console(stderr=True), f"{run.run_id}: reading every file"):
+                checked = check_run(run)
             lines, is_whole = findings(run, checked), not checked.damaged
         except RunError as error:
             # One run that cannot be read does not keep the others from being checked.
@@ -79,6 +81,7 @@ def compact(
     hour, until the same command deletes it. A store has no locks: do not compact a run there during
     a scan of it.
     """
+    from headcount.jobs.run.progress import waiting
     from headcount.jobs.upkeep.compaction import compact
     from headcount.jobs.upkeep.merge_workers import merging
     from headcount.schemas.files.places import absolute
@@ -92,7 +95,8 @@ def compact(
     problems: list[str] = []
     for run in find_runs(absolute(path)):
         try:
-            result = compact(run, tell=tell, merge_groups=merging(processes, address))
+            with waiting(Console(stderr=True), f"{run.run_id}: merging files"):
+                result = compact(run, tell=tell, merge_groups=merging(processes, address))
         except RunError as error:
             # One run that cannot be compacted does not keep the others from it.
             problems.append(str(error))

@@ -157,6 +157,14 @@ def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
             printer.join()
 
 
+@contextmanager
+def waiting(console: Console, words: str) -> Iterator[None]:
+    """Show what is done, where nobody knows how long it takes."""
+    with bar(console, "") as show:
+        show(words, None)
+        yield
+
+
 class WholeProgress:
     """How far several runs are that one command measures, one after the other."""
 
