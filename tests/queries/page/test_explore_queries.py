@@ -232,7 +232,8 @@ class Oracle:
         if "head" in self.asked:
             keys, shape, rows = "0, 0", (1, 1), self.of_head
         error = "stddev_samp({x}::DOUBLE) / sqrt(count({x}))"
-        means = ("avg({x})", error, "min({x})", "max({x})", "nullif(count({x}), 0)")
+        freedom = "CASE WHEN count({x}) > 1 THEN count({x}) - 1 END"
+        means = ("avg({x})", error, "min({x})", "max({x})", freedom)
         counts = ("count({x})", "count({x})", "count(*) - count({x})")
         arrays = [np.full((len(names), *shape), math.nan) for _ in means]
         arrays += [np.zeros((len(names), *shape)) for _ in counts]
