@@ -53,7 +53,8 @@ def _group(module: str) -> TyperGroup:
     for command in group.commands.values():
         for parameter in command.params:
             # A `Path` would make one slash of two, and the file would lie where nobody looks.
-            annotation = parameter.type_descriptor.annotation
+            descriptor: Any = getattr(parameter, "type_descriptor", None)  # typer's own
+            annotation = descriptor.annotation
             if Path in (annotation, *get_args(annotation)):
                 parameter.callback = _check_on_disk
     return group

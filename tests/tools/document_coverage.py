@@ -49,7 +49,10 @@ def is_any_different(one: DocumentSums, other: DocumentSums) -> bool:
     # Welch and Satterthwaite
     spread = squares[0] ** 2 / one.degrees_of_freedom + squares[1] ** 2 / other.degrees_of_freedom
     t, freedom = np.abs(one.means - other.means) / error, error**4 / spread
-    p = [float(student_tail(*of_head)) for of_head in zip(t.ravel(), freedom.ravel(), strict=True)]
+    p = [
+        student_tail(np.array(value), float(degrees)).item()
+        for value, degrees in zip(t.ravel(), freedom.ravel(), strict=True)
+    ]
     return bool((q_of(np.array(p)) <= LARGEST_Q).any())
 
 

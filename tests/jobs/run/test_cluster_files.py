@@ -186,7 +186,7 @@ def test_cluster_yaml_launches_on_a_simulated_ec2(aws: str) -> None:
     assert nodes["gpu"]["resources"].items() >= gpu.items()
     assert len(nodes["gpu"]["node_config"]["SubnetIds"]) == 3, "one for each zone"
     provider = AWSNodeProvider(config["provider"], config["cluster_name"])
-    ec2 = boto3.resource("ec2")
+    ec2: Any = boto3.resource("ec2")
     for kind in ("head", "gpu"):
         tags = {"ray-node-type": kind}
         (machine,) = provider.create_node(nodes[kind]["node_config"], tags, 1)
