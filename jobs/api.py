@@ -17,7 +17,7 @@ from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.calibration import announce
 from headcount.jobs.plan.plan import make_plan, prepare_run, where_begun
-from headcount.jobs.plan.scan_files import ScanOfCheckpoint
+from headcount.jobs.plan.scan_files import ScanOfCheckpoint, refuse_checkpoints
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.run.progress import waiting
@@ -26,7 +26,8 @@ from headcount.schemas.errors import RunError, ScanError, counted, printable
 from headcount.schemas.files.places import Place
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.arguments import Location, Name, checked
-from headcount.schemas.scans.scan import Scan, load_scan, override_fields, parse_scan
+from headcount.schemas.scans.overrides import override_fields
+from headcount.schemas.scans.scan import Scan, load_scan, parse_scan, read_fields
 from headcount.schemas.scans.values import Index, in_toml, shortened
 from headcount.workers.process import prepare_process
 
@@ -111,8 +112,10 @@ def _read(
         changed = override_fields(dict(source), overrides)
         # There is no file that the run could keep, so what the dict says is written as one.
         text = "".join(f"{key} = {_toml(value)}\n" for key, value in changed.items())
+        refuse_checkpoints(changed)
         return parse_scan(changed), name, text
     file = Path(source)
+    refuse_checkpoints(read_fields(file, overrides))
     requested = ScanOfCheckpoint(file, tuple(overrides), load_scan(file, overrides))
     return requested.scan, file.stem, requested.text
 

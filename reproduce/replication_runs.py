@@ -24,7 +24,8 @@ from headcount.schemas.errors import RunError, ScanError, unknown
 from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.kinds import TABLES
-from headcount.schemas.scans.scan import Scan, override_fields, parse_scan
+from headcount.schemas.scans.overrides import field_of, override_fields, split_override
+from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.model.files.known_models import KnownModels
 from headcount.workers.model.files.model_info import ModelInfo, find_model
 
@@ -96,7 +97,7 @@ def describe_model(model: str, overrides: Iterable[str], models: KnownModels) ->
     the sizes that decide what is compared.
     """
     names = ("model", "revision", "adapter")
-    of_model = [each for each in overrides if each.partition("=")[0].strip() in names]
+    of_model = [each for each in overrides if field_of(each) in names]
     fields = override_fields({"model": model}, of_model)
     for name, value in fields.items():
         if not isinstance(value, str):
@@ -161,7 +162,7 @@ def check_overrides(selection: Sequence[Replication], overrides: Iterable[str]) 
     for replication in selection:
         known_names |= {*replication.scan}
     for override in overrides:
-        names = [name.strip() for name in override.partition("=")[0].split(".")]
+        names, _ = split_override(override)
         if names[0] not in known_names:
             raise ScanError(f"--set {override}: {unknown('scan or field', names[0], known_names)}")
         if names[-1] in HEAD_FIELDS:
@@ -181,12 +182,11 @@ def _overrides_of_scan(overrides: Iterable[str], scan: str) -> list[str]:
     """The overrides of fields of every scan, and those that name this scan, without its name."""
     own: list[str] = []
     for override in overrides:
-        first_name, _, remainder = override.partition(".")
-        key = override.partition("=")[0].partition(".")[0].strip()
-        if first_name.strip() == scan:
-            own.append(remainder)
+        (first_name, *names), value = split_override(override)
+        if first_name == scan and names:
+            own.append(f"{'.'.join(map(json.dumps, names))}={value}")
         # A scan's name alone is no field, and is refused with the scan.
-        elif key in {scan, *Scan.model_fields}:
+        elif first_name in {scan, *Scan.model_fields}:
             own.append(override)
     return own
 

@@ -22,6 +22,7 @@ from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import names, unread
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
 from headcount.schemas.scans.kinds import WORDS
+from headcount.schemas.scans.training_step import training_step
 
 FILE_OPTIONS = ("files", "text")  # options of input families that name files
 
@@ -118,9 +119,13 @@ def _first_run_of(run: RunDirectory) -> RunDirectory:
 def _runs_in_other_words(
     resolved: ResolvedScan, first_run: RunDirectory
 ) -> tuple[RunDirectory, ...]:
-    """The runs of the same name that measure the same, but for their corpus; the newest first."""
+    """The runs of the same name that measure the same, but for their corpus; the newest first.
+
+    Checkpoints of different steps are a run each, also where one has the weights of another.
+    """
     directory = first_run.path.parent
     beginning = first_run.path.name[:-8]  # without the hash
+    step = training_step(resolved.scan.model, resolved.scan.revision)
     runs = [
         RunDirectory(directory / name)
         for name in names(directory)
@@ -134,6 +139,9 @@ def _runs_in_other_words(
         """When a run was begun; None if it measures something else, or cannot be read."""
         try:
             manifest = run.manifest()
+            other = manifest.identity["scan"]
+            if training_step(other["model"], other.get("revision")) != step:
+                return None
             check_same_identity(run, manifest, resolved)
             return manifest.created
         except RunError:

@@ -34,7 +34,8 @@ from headcount.schemas.errors import OtherRunError, RunError, ScanError, counted
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
 from headcount.schemas.files.places import check_directory, names, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
-from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, override_fields, parse_scan
+from headcount.schemas.scans.overrides import field_of, override_fields
+from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.files.model_info import ModelInfo
@@ -351,7 +352,7 @@ def where_begun(run: RunDirectory, overrides: Sequence[str]) -> Iterator[list[st
 
 def _absolute_override(override: str) -> str:
     """An override with absolute names, so that it means the same in another directory."""
-    field = override.partition("=")[0].strip()
+    field = field_of(override)
     if field not in PLACES:
         return override
     # The value is parsed as in a scan file, then followed along the dots of the field.
@@ -402,7 +403,7 @@ def replan(
 
 def _check_places(run: RunDirectory, manifest: Manifest, overrides: Sequence[str]) -> None:
     """Refuse places at which nothing lies any more; the error names all of them."""
-    overridden = {override.partition("=")[0].strip() for override in overrides}
+    overridden = {field_of(override) for override in overrides}
     gone: dict[str, str] = {}
     for field in manifest.places.keys() - overridden:
         for name in _names_in(manifest.places[field]):
@@ -423,7 +424,7 @@ def _check_places(run: RunDirectory, manifest: Manifest, overrides: Sequence[str
 def check_overrides(run: RunDirectory, overrides: Sequence[str]) -> None:
     """Refuse to set anything that would change rows of a run."""
     for override in overrides:
-        if override.partition("=")[0].strip() not in SETTABLE:
+        if field_of(override) not in SETTABLE:
             raise ScanError(
                 f"--set {override}: when {run.run_id} continues, only "
                 f"{', '.join(SETTABLE[:-1])} or {SETTABLE[-1]} can change, because they change no "

@@ -9,11 +9,11 @@ import glob
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headcount.schemas.errors import ScanError
+from headcount.schemas.errors import ScanError, counted
 from headcount.schemas.files.places import StorePath, place
 from headcount.schemas.scans.scan import Scan, load_scan, read_fields
 from headcount.schemas.scans.values import shortened
@@ -56,12 +56,31 @@ def scans_of(scan_file: Path, overrides: Sequence[str] = ()) -> list[ScanOfCheck
     return [ScanOfCheckpoint(scan_file, each, load_scan(scan_file, each)) for each in settings]
 
 
+def refuse_checkpoints(fields: Mapping[str, object]) -> None:
+    """Refuse a list or a pattern where a scan has one model, and so one run."""
+    for field in ("model", "revision"):
+        value = fields.get(field)
+        if isinstance(value, list | tuple):
+            count, example = counted(len(value), "checkpoint"), f"{field}=NAME"
+        elif isinstance(value, str) and _is_pattern(field, value):
+            count, example = f"the pattern {shortened(repr(value), 60)}", "model=NAME"
+        else:
+            continue
+        raise ScanError(
+            f"{field}: expected one checkpoint, got {count}; headcount scan FILE on the command "
+            f"line makes a run of each, and here each is a call: headcount.scan(…, {example})"
+        )
+
+
+def _is_pattern(field: str, value: str) -> bool:
+    # A directory may have brackets in its name.
+    return field == "model" and glob.has_magic(value) and not os.path.exists(value)
+
+
 def _checkpoints(scan_file: Path, field: str, value: object) -> list[str] | None:
     """The checkpoints that a field lists, patterns filled in; None if it names one."""
     if isinstance(value, str):
-        # A directory may have brackets in its name.
-        is_pattern = field == "model" and glob.has_magic(value) and not os.path.exists(value)
-        return _directories(scan_file, value) if is_pattern else None
+        return _directories(scan_file, value) if _is_pattern(field, value) else None
     if not isinstance(value, list):
         return None
     if not value or not all(isinstance(text, str) and text for text in value):

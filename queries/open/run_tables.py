@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,7 @@ from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import holds_whole_shard, pc
 from headcount.schemas.files.tables import Column
 from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
-
-STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)s?[-_]?(\d+)", re.IGNORECASE)
-"""How the names of checkpoints tell their step, in the libraries that write them."""
-
-LONGEST_STEP = 15  # digits of the largest number that is taken for a step
+from headcount.schemas.scans.training_step import training_step
 
 
 def schema_of(table: str) -> pa.Schema:
@@ -161,21 +156,6 @@ def scan_name(run_id: str) -> str:
     numbered = re.fullmatch(r"(.+-[0-9a-f]{8})-\d{1,7}", run_id)
     name_and_hash = numbered[1] if numbered else run_id
     return name_and_hash.rpartition("-")[0] or name_and_hash
-
-
-def training_step(model: str, revision: str | None) -> int | None:
-    """The step of training that a checkpoint's name tells.
-
-    >>> [training_step(*names) for names in (("EleutherAI/pythia-70m", "step143000"),
-    ...     ("runs/checkpoint-500/", None), ("runs/stage1-step001000-tokens5B", None))]
-    [143000, 500, 1000]
-    >>> training_step("openai-community/gpt2", None) is None
-    True
-    """
-    name = revision or PurePosixPath(model).name
-    match = STEP.search(name)
-    # More digits are no step, and no column holds them.
-    return int(match[1]) if match and len(match[1]) <= LONGEST_STEP else None
 
 
 def _shards_of_run(run: Run) -> pa.Table:

@@ -1,6 +1,5 @@
 """What a user asks for: one TOML file, validated into one frozen `Scan`."""
 
-import copy
 import hashlib
 import json
 import re
@@ -19,6 +18,7 @@ from headcount.schemas.formulas import Computed, Formula, Kind, check_names
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.kinds import KINDS
 from headcount.schemas.scans.measured_heads import Head, MeasuredHeads, ModelSize, find_heads
+from headcount.schemas.scans.overrides import override_fields
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
 from headcount.schemas.scans.values import (
     LARGEST_INTEGER,
@@ -457,27 +457,6 @@ def _check_paths(scan: Scan) -> None:
                 )
 
 
-def override_fields(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of a scan's fields with each `key=value` put in: a dotted key and a TOML value."""
-    # A deep copy, because an override may reach into a nested table of the caller's.
-    changed = copy.deepcopy(fields)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        *parents, last = (part.strip() for part in key.split("."))
-        if not equals or not all((*parents, last)):
-            raise ScanError(f"--set {override}: expected key=value, for instance --set n_ctx=128")
-        value = _override_value(override, text)
-        table = changed
-        for parent in parents:
-            # A table that the file leaves out is made on the way.
-            child: Any = table.setdefault(parent, {})
-            if not isinstance(child, dict):
-                raise ScanError(f"--set {override}: {parent} is a value, not a table")
-            table = cast("dict[str, Any]", child)
-        table[last] = value
-    return changed
-
-
 def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Every text of a scan's fields, with its dotted key."""
     if isinstance(value, str):
@@ -488,25 +467,6 @@ def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for number, item in enumerate(cast("list[object]", value)):
             yield from _texts(item, f"{key}.{number}")
-
-
-def _override_value(override: str, text: str) -> object:
-    """A TOML value, or a string without its quotation marks."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        parsed = {}
-    # A text with a line end could hold further keys. Then it is not one value.
-    if list(parsed) == ["value"]:
-        return parsed["value"]
-    stripped = text.strip()
-    # What looks like an array, a table or a string was meant as one, and is not a bare string.
-    if stripped[:1] + stripped[-1:] in ("[]", "{}") or stripped[:1] in ("'", '"'):
-        raise ScanError(
-            f"--set {override}: not a TOML value; strings in it stand in quotation marks, for "
-            """instance --set 'statistics=["entropy"]'"""
-        )
-    return text
 
 
 def _explain(key: str, problems: list[Problem], misplaced: dict[str, Any]) -> str:

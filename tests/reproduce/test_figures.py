@@ -121,11 +121,10 @@ def test_figures_without_numbers_say_so(tmp_path: Path) -> None:
 
 
 def test_a_mistake_in_the_sql_of_a_figure_is_an_error_that_names_it(tmp_path: Path) -> None:
-    unknown = "unknown column 'heigth': did you mean"
     for sql, problem in (
         ("SELECT 'a', 1", "expected 3 columns, got 2"),
         ("SELECT 'a', 1, 'many'", "expected a number in its third column, got 'many'"),
-        ("SELECT 1, 2, heigth FROM (SELECT 1 AS height)", f"{unknown} 'height'? Nearest: height"),
+        ("SELECT 1, 2, heigth FROM (SELECT 1 AS height)", "unknown column 'heigth': "),
         ("SELECT 'a', 1, 1 // 0", "Division by zero in expression (1 // 0)"),
         ("SELEC 1", 'Parser Error: syntax error at or near "SELEC"'),
     ):

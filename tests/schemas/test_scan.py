@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.kinds import KINDS, TABLES, table_schema
+from headcount.schemas.scans.overrides import split_override
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
 from headcount.schemas.statistics import STATISTICS
 from tests.toys import toy_models as toy
@@ -54,6 +56,31 @@ def test_overrides_reach_into_tables_and_the_last_one_counts(scan_file: Path):
     assert scan.input.options == {"files": "c.jsonl", "packing": "concat"}
     scan_file.write_text(FILE.partition("[input]")[0], encoding="utf-8")
     assert load_scan(scan_file, ["input.family=pile"]).input.family == "pile"
+
+
+@pytest.mark.parametrize(("override", "names", "value"), [
+    ('input.where."meta.year"=2020', ["input", "where", "meta.year"], 2020),
+    ("input.where.'größe' = 'a.b=c'", ["input", "where", "größe"], "a.b=c"),
+    ('input . where . "a=b" = [1]', ["input", "where", "a=b"], [1]),
+    ('input.where."a\\u002eb".c=x.y=z', ["input", "where", "a.b", "c"], "x.y=z"),
+])  # fmt: skip
+def test_the_key_of_an_override_is_read_as_toml(
+    scan_file: Path, override: str, names: list[str], value: object
+):
+    expected = value
+    for name in reversed(names[1:]):
+        expected = {name: expected}
+    assert load_scan(scan_file, [override]).input.options["where"] == expected["where"]
+    assert split_override(override)[0] == names
+
+
+@pytest.mark.parametrize("key", [
+    "", "n_ctx.", "a b", "größe", '"a', '"a"b', "'''a'''", "[input]\nseed", "# seed",
+    "a." * 5000 + "a",
+])  # fmt: skip
+def test_what_is_no_key_of_toml_sets_nothing(scan_file: Path, key: str):
+    with pytest.raises(ScanError, match="expected key=value, for instance --set n_ctx=128"):
+        load_scan(scan_file, [f"{key}=1"])
 
 
 CHANGES: dict[str, Any] = {

@@ -305,6 +305,7 @@ def half_measured_run(tmp_path: Path, **options: Any) -> tuple[dict[str, Any], P
     fields = fields_of_corpus(corpus_file, **options)
     run = measured_run(tmp_path / "out", "all", **fields)
     local(run.commit_file(2)).unlink()
+    local(run.complete_file).unlink()
     return fields, corpus_file, run
 
 

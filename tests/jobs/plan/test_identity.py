@@ -165,7 +165,8 @@ def constants_of_families() -> list[tuple[str, str]]:
         (module, name)
         for module in sorted(modules)
         for name, value in vars(sys.modules[module]).items()
-        if name.isupper() and isinstance(value, tuple | dict)
+        # What only an error names is no part of a family.
+        if name.isupper() and isinstance(value, tuple | dict) and name != "COMPRESSED"
     ]
 
 

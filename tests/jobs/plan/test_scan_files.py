@@ -1,10 +1,13 @@
 """Scans of several checkpoints: which scans a file means, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import headcount
 from headcount.jobs.plan.scan_files import scans_of
+from headcount.schemas.errors import ScanError
 
 REST = 'n_ctx = 8\nsequences = 4\n[input]\nfamily = "uniform_random"\n'
 
@@ -52,3 +55,28 @@ def test_a_pattern_means_directories_with_a_model_in_the_order_of_their_numbers(
     # A directory whose name looks like a pattern is itself.
     (one,) = scans_of(scan_file(tmp_path, f'model = "{tmp_path}/step-[9]"'))
     assert one.scan.model == f"{tmp_path}/step-[9]"
+
+
+@pytest.mark.parametrize(("checkpoints", "said"), [
+    ({"model": "bundled:backcopy-dynamics-mini/step-*"},
+     "model: expected one checkpoint, got the pattern 'bundled:backcopy-dynamics-mini/step-*'; "),
+    ({"model": ["a/b", "c/d"]}, "model: expected one checkpoint, got 2 checkpoints; "),
+    ({"model": "a/b", "revision": ("step1", "step2")},
+     "revision: expected one checkpoint, got 2 checkpoints; "),
+])  # fmt: skip
+def test_a_call_in_python_says_how_several_checkpoints_are_scanned(
+    tmp_path: Path, checkpoints: dict[str, Any], said: str
+):
+    fields = {"n_ctx": 4, "sequences": 1, "input": {"family": "uniform_random"}}
+    fields["out"] = str(tmp_path / "runs")
+    file = scan_file(tmp_path, f'out = "{tmp_path}/runs"\nmodel = "a/b"')
+    for call in (
+        lambda: headcount.scan({**fields, **checkpoints}),
+        lambda: headcount.scan({"model": "a/b", **fields}, **checkpoints),
+        lambda: headcount.scan(file, **checkpoints),
+    ):
+        with pytest.raises(ScanError) as refused:
+            call()
+        assert str(refused.value).startswith(said)
+        assert "headcount scan FILE on the command line makes a run of each" in str(refused.value)
+    assert not (tmp_path / "runs").exists()

@@ -61,7 +61,7 @@ def test_a_driver_says_what_it_does_and_leaves_nothing_behind(
     with phases.taken():
         # Which run it is, is known only now.
         phases.about(run)
-        assert heard(run, "loading the model, for ").is_alive(time.time())
+        assert heard(run, "planning, for ").is_alive(time.time())
         for million in range(1, 200):
             phases.note("preparing tokens", f"{million} of 199 million")
         heard(run, "preparing tokens: 199 of 199 million, for 0.")
@@ -72,7 +72,7 @@ def test_a_driver_says_what_it_does_and_leaves_nothing_behind(
     with phases.taken():
         phases.about(first)
         (tmp_path / "runs").mkdir()
-        heard(first, "loading the model")
+        heard(first, "planning")
     (tmp_path / "runs").rmdir()
     # Outside of a command that takes notes, nothing happens.
     phases.note("measuring")
@@ -194,9 +194,9 @@ def test_drivers_are_heard_in_a_store_too_and_a_store_that_is_silent_is_said_alo
     with object_store(monkeypatch) as store:
         with phases.taken():
             phases.about(run)
-            heard(run, "loading the model")
+            heard(run, "planning")
             list_runs("s3://bucket/runs")
-            assert "loading the model, for " in capfd.readouterr().out
+            assert "planning, for " in capfd.readouterr().out
         assert phases.drivers_of(run) == []
         with pytest.raises(CorpusError):
             scan_that_fails(run, CorpusError("no text"))
