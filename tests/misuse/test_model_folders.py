@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headcount.queries.ask.asking import open_runs
+from headcount.schemas.files.beginnings import LFS_POINTER
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
 from tests.toys.hub_server import MODEL, hub
@@ -172,7 +173,7 @@ def test_a_file_that_git_lfs_has_not_fetched_is_named(
     if name in ("pytorch_model.bin", "model.safetensors.index.json"):
         Path(folder, "model.safetensors").unlink()
     Path(folder, name).write_text(POINTER)
-    told = (2, [f"error: base/{name}: is a Git LFS pointer: run git lfs pull"])
+    told = (2, [f"error: base/{name}: {LFS_POINTER}"])
     choice = {"adapter": "apply"} if name == "adapter_config.json" else {}
     assert command("plan", scan_file(folder, **choice)) == told
     if not choice:
