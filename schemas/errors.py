@@ -145,7 +145,7 @@ def unknown_among(kind: str, name: str, known: Iterable[str], listing: str) -> s
     >>> known = [f"score_{number}" for number in range(100)]
     >>> unknown_among("column", "score", known[:2], "DESCRIBE heads")
     "unknown column 'score': did you mean 'score_1'? Known: score_0, score_1"
-    >>> unknown_among("column", "score_99x", known, "DESCRIBE heads")[:57]
+    >>> unknown_among("column", "score_99x", known, "DESCRIBE heads")[:58]
     "unknown column 'score_99x': did you mean 'score_99'? Near:"
     """
     known_names = sorted(known)

@@ -20,6 +20,9 @@ FORMS = {
 }
 """How files begin that are not text, or that stand for another file."""
 
+LFS_POINTER = "is a pointer of Git LFS, not the file itself; run git lfs pull"
+"""What is said of a file that was not fetched: a repository has some lines in its place."""
+
 
 def form_of(beginning: bytes) -> str | None:
     """One of `FORMS`; None if a file that begins so is none of them.

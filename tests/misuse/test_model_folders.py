@@ -2,15 +2,14 @@
 
 import json
 import shutil
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from headcount.queries.ask.asking import open_runs
+from headcount.schemas.files.beginnings import LFS_POINTER
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
 from tests.toys.hub_server import MODEL, hub
@@ -40,26 +39,31 @@ def scan_file(model: str, **fields: str) -> str:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`full`, weights with an adapter beside them; `merged`, both in one; `base` and `adapter`."""
-    import peft
-    from transformers import AutoModelForCausalLM
+    """`full`, weights with an adapter beside them; `merged`, both in one; `base` and `adapter`.
 
+    They are written without PEFT, which takes seconds to import.
+    """
     home = tmp_path_factory.mktemp("adapted")
     base = toy.save_model(home / "base", toy.family("LlamaConfig"))
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "k_proj"], use_rslora=True, task_type="CAUSAL_LM"
-    )
-    # PEFT warns of words that transformers gives up.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    weights = load_file(base / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator))
-    model.save_pretrained(home / "adapter")
-    model.merge_and_unload().save_pretrained(home / "merged")
+    rank, alpha = 2, 8
+    lora: dict[str, torch.Tensor] = {}
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+        d_out, d_in = weights[name].shape
+        # Small, so that nothing is lost where the sum is rounded.
+        down = 0.1 * torch.randn(rank, d_in, generator=generator)
+        up = torch.randn(d_out, rank, generator=generator)
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        lora |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+        weights[name] += alpha / rank**0.5 * up @ down
+    (home / "adapter").mkdir()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha}
+    config |= {"target_modules": ["q_proj", "k_proj"], "use_rslora": True}
+    config |= {"base_model_name_or_path": str(base), "inference_mode": True}
+    (home / "adapter" / ADAPTER[0]).write_text(json.dumps(config))
+    save_file(lora, home / "adapter" / ADAPTER[1], {"format": "pt"})
+    save_file(weights, toy.copy_of(base, home / "merged") / "model.safetensors", {"format": "pt"})
     toy.copy_of(base, home / "full")
     for name in ADAPTER:
         shutil.copy(home / "adapter" / name, home / "full")
@@ -85,11 +89,9 @@ def run_of(name: str) -> str:
     return str(run)
 
 
-def test_an_adapter_beside_full_weights_is_applied_or_ignored_as_the_scan_says(
+def test_an_adapter_beside_full_weights_is_refused_if_nobody_says_what_it_is_for(
     adapted: Path, command: Command
 ) -> None:
-    for name in ("base", "merged"):
-        assert command("scan", scan_file(copy(adapted, name)), "--replicas", "0")[0] == 0
     full = copy(adapted, "full")
     told = (
         "full: has an adapter (adapter_config.json and adapter_model.safetensors) beside full "
@@ -99,6 +101,15 @@ def test_an_adapter_beside_full_weights_is_applied_or_ignored_as_the_scan_says(
     for words in (["plan", scan_file(full)], ["scan", scan_file(full), "--replicas", "0"]):
         assert command(*words) == (2, [f"error: {told}"])
     assert command("doctor", "--model", full) == (2, [f"error: {told}"])
+
+
+@pytest.mark.long
+def test_an_adapter_beside_full_weights_is_applied_or_ignored_as_the_scan_says(
+    adapted: Path, command: Command
+) -> None:
+    for name in ("base", "merged"):
+        assert command("scan", scan_file(copy(adapted, name)), "--replicas", "0")[0] == 0
+    full = copy(adapted, "full")
     files = ", ".join(ADAPTER)
     for choice, same in (("ignore", "base"), ("apply", "merged")):
         code, lines = command("scan", scan_file(full, adapter=choice), "--replicas", "0")
@@ -172,7 +183,7 @@ def test_a_file_that_git_lfs_has_not_fetched_is_named(
     if name in ("pytorch_model.bin", "model.safetensors.index.json"):
         Path(folder, "model.safetensors").unlink()
     Path(folder, name).write_text(POINTER)
-    told = (2, [f"error: base/{name}: is a Git LFS pointer: run git lfs pull"])
+    told = (2, [f"error: base/{name}: {LFS_POINTER}"])
     choice = {"adapter": "apply"} if name == "adapter_config.json" else {}
     assert command("plan", scan_file(folder, **choice)) == told
     if not choice:
@@ -198,6 +209,7 @@ def in_parts(folder: str, *, ending: str = "safetensors") -> list[str]:
     return parts
 
 
+@pytest.mark.long
 def test_the_parts_that_the_index_names_are_the_model(adapted: Path, command: Command) -> None:
     whole, folder = copy(adapted, "base", to="whole"), copy(adapted, "base", to="parts")
     first, second = in_parts(folder)

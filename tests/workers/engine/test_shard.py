@@ -15,7 +15,7 @@ from headcount.jobs.plan.identity import begun_precisions
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import measure_in_process
-from headcount.schemas.errors import RunError
+from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
@@ -110,5 +110,5 @@ def test_a_commit_counts_what_was_written(plan: Plan) -> None:
 def test_an_out_that_is_a_file_is_one_clear_line(tmp_path: Path, plan: Plan) -> None:
     (tmp_path / "out").write_text("")
     scan = plan.scan.model_copy(update={"out": str(tmp_path / "out")})
-    with pytest.raises(RunError, match=r"out/run_id=.*: cannot be written \(Not a directory\)"):
+    with pytest.raises(ScanError, match=r"out: expected a directory, got '(.*)', and \1 is a file"):
         prepare_run(make_plan(scan, "small"), "")

@@ -252,7 +252,7 @@ def test_fields_are_kept_as_json(tmp_path: Path):
     reading = Reading(fields=("lang", "meta", "no", "year"))
     found = read(write(tmp_path / "a.jsonl", content), reading=reading)
     assert [document.fields for document in found] == [
-        ('"de"', '{"lang": "de", "pile_set_name": "ArXiv"}', None, "2020"),
+        ('"de"', '{"lang": "de", "pile_set_name": "ArXiv"}', "null", "2020"),
         ('["\\u00e4", "\\ud800"]', '{"lang": ["\\u00e4", "\\ud800"]}', "false", "2020.5"),
         (None, None, None, None),
     ]

@@ -17,6 +17,7 @@ import zstandard
 from headcount.jobs.corpus.preparation import special_tokens_line
 from headcount.reproduce.replication import Replication, read_toml
 from headcount.schemas.errors import CorpusError, HeadcountError, ScanError
+from headcount.schemas.files.beginnings import LFS_POINTER
 from headcount.schemas.files.input_files import ROOTS, open_input
 from headcount.workers.inputs.corpus.documents import Source, open_hub
 from headcount.workers.inputs.corpus.text_files import read_text
@@ -89,8 +90,8 @@ ICONV = "looks like {0}, expected UTF-8; iconv -f {0} -t UTF-8 FILE converts it"
         ("a.jsonl.gz", gzip.compress(LINES) + b"more", "cannot be read (…); is the file complete?"),
         ("a.jsonl.xz", lzma.compress(LINES)[:-9], "cannot be read (…); is the file complete?"),
         ("a.jsonl", b"PAR1\x15\x00", UNSAID.format("Parquet", ".parquet")),
-        ("a.parquet", POINTER, "is a pointer of Git LFS, not the file itself; run git lfs pull"),
-        ("a.jsonl", POINTER, "is a pointer of Git LFS, not the file itself; run git lfs pull"),
+        ("a.parquet", POINTER, LFS_POINTER),
+        ("a.jsonl", POINTER, LFS_POINTER),
         ("a.jsonl", LINES.decode().encode("utf-16"), ICONV.format("UTF-16")),
         ("a.jsonl", LINES.decode().encode("utf-16-be"), ICONV.format("UTF-16BE")),
         ("a.json", LINES.decode().encode("utf-32-le"), ICONV.format("UTF-32LE")),

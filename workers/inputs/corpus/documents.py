@@ -245,7 +245,7 @@ def _check_form(path: str, beginning: bytes, expected: str | None) -> None:
     if form == expected:
         return
     if form == "Git LFS":
-        problem = "is a pointer of Git LFS, not the file itself; run git lfs pull"
+        problem = beginnings.LFS_POINTER
     elif form is None:
         problem = f"is {'not' if beginning else 'empty, not'} {expected}, as its name says; "
         problem += "is the file complete, or its name wrong?"

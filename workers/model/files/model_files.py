@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.lfs_pointers import POINTER, is_lfs_pointer, pointer_problem
+from headcount.schemas.files.beginnings import BYTES, LFS_POINTER, form_of
 
 AdapterChoice = Literal["refuse", "apply", "ignore"]
 """What a scan says of an adapter that lies beside full weights."""
@@ -40,8 +40,8 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 def check_no_pointer(file: Path) -> None:
     """Refuse a file that Git LFS has not fetched."""
     with file.open("rb") as stream:
-        if is_lfs_pointer(stream.read(len(POINTER))):
-            raise ModelError(pointer_problem(file))
+        if form_of(stream.read(BYTES)) == "Git LFS":
+            raise ModelError(f"{file}: {LFS_POINTER}")
 
 
 def read_object(file: Path) -> dict[str, Any]:
