@@ -24,7 +24,7 @@ from headcount.queries.report.head_curves import (
 )
 from headcount.queries.report.loss_effects import effect_queries, effects_among, effects_answer
 from headcount.queries.report.section import (
-    NUMBERS,
+    SUMMARY,
     changes_sql,
     numbers_by_head,
     summaries_sql,
@@ -244,7 +244,7 @@ class Query(_Closed):
 
 
 class Heatmap(Query):
-    """Numbers of a statistic, or of all, for every head or one. Arrays: MEANS and COUNTS, each
+    """Numbers of a statistic, or of all, for every head or one. Arrays: NUMBERS, each
     [statistic layer head].
     """
 
@@ -610,7 +610,7 @@ def _summaries(
     ]
     by_subset = "pile_set_name" in keys or scope.subset is not None
     view = "subset_summaries" if by_subset else "head_summaries"
-    columns = ", ".join([*keys, "statistic", *NUMBERS])
+    columns = ", ".join([*keys, "statistic", *SUMMARY])
     return Statement(f"SELECT {columns} FROM {view}{where(conditions)}")
 
 

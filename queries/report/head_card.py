@@ -39,7 +39,8 @@ class CardStatistic:
     count: int  # sequences on which it is defined
     undefined: int
     uniform_baseline: float | None  # what uniform attention would score on the same sequences
-    percentile: float | None  # share of the other heads of the run with a smaller mean, in percent
+    percentile: float | None  # share of the other heads with a smaller mean, as in SQL's head_card
+    heads: int  # that have a mean, with itself: what the percentile is among
     change: float | None  # Mean change from the untouched model. None without an intervention.
     change_error: float | None
 
@@ -94,7 +95,7 @@ class HeadCard:
     input_family: str
     sequences: int  # sequences of the shards that are done
     n_ctx: int
-    heads: int  # heads that were measured: what percentiles are among
+    heads: int  # heads that were measured
     statistics: list[CardStatistic]
     distributions: dict[str, CardDistribution]  # by statistic
     subsets: dict[str, list[CardSubset]]  # by statistic; empty if the input has none of the Pile
@@ -169,7 +170,6 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
     distributions: dict[str, CardDistribution] = {}
     subsets: dict[str, list[CardSubset]] = {}
     for index, name in enumerate(section.statistics):
-        percentile = section.percentile(index, head)
         changes = section.changes
         statistics.append(
             CardStatistic(
@@ -178,7 +178,7 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
                 formula=facts[name]["formula"] or "",
                 unit=facts[name]["unit"],
                 uniform_baseline=section.uniform_baseline[name],
-                percentile=None if np.isnan(percentile) else percentile,
+                heads=int((~np.isnan(section.numbers["mean"][index])).sum()),
                 change=own(changes, "mean", index) if changes else None,
                 change_error=own(changes, "standard_error", index) if changes else None,
                 **{column: own(section.numbers, column, index) for column in NUMBERS},

@@ -235,7 +235,7 @@ def _values(section: Section, statistic: int) -> Record:
     return content
 
 
-DIGITS = {"mean": 6, "standard_error": 3, "minimum": 4, "maximum": 4}
+DIGITS = {"mean": 6, "standard_error": 3, "minimum": 4, "maximum": 4, "percentile": 6}
 
 
 def _listed(column: str, values: Array) -> list[float | None]:

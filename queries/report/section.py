@@ -32,10 +32,11 @@ from headcount.schemas.scans.measured_heads import Head
 
 MEANS = ("mean", "standard_error", "minimum", "maximum", "degrees_of_freedom")
 COUNTS = ("count", "documents", "undefined")
-NUMBERS = (*MEANS, *COUNTS)  # of a statistic of a head; standard_error is over documents
+SUMMARY = (*MEANS, *COUNTS)  # of a statistic of a head; standard_error is over documents
+NUMBERS = (*SUMMARY, "percentile")
 
 Numbers: TypeAlias = dict[str, Array]
-"""By column, [statistic layer head]: MEANS are NaN where they are undefined, COUNTS are uint32."""
+"""By column, [statistic layer head]: NaN where undefined; COUNTS are uint32."""
 
 MOST_BINS = 40  # Bins of a histogram in a page. Finer ones are added up.
 
@@ -81,15 +82,6 @@ class Section:
     subsets: dict[str, Numbers] = field(default_factory=dict[str, Numbers])  # by subset of the Pile
     changes: Numbers | None = None  # what the intervention changes, over pairs of one sequence
     curves: list[Curve] = field(default_factory=list[Curve])
-
-    def percentile(self, statistic: int, head: Head) -> float:
-        """Percent of the other heads with a smaller mean, ties half; NaN if undefined or alone."""
-        means = self.numbers["mean"][statistic]
-        own, others = means[head], np.count_nonzero(~np.isnan(means)) - 1
-        if np.isnan(own) or not others:
-            return np.nan
-        # The head itself is among those that are equal to it.
-        return 100 * ((means < own).sum() + ((means == own).sum() - 1) / 2) / others
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -164,14 +156,29 @@ def numbers_by_head(
     # One row a head and statistic, so no cell is written twice.
     place = (statistic[is_known], layers[is_known] - first[0], heads[is_known] - first[1])
     numbers: Numbers = {}
-    for name in NUMBERS:
+    for name in SUMMARY:
         # NULL becomes NaN.
         values = table[name].cast(pa.float64()).to_numpy()
         numbers[name] = np.full((len(statistics), *shape), np.nan if name in MEANS else 0)
         numbers[name][place] = values[is_known]
         if name in COUNTS:
             numbers[name] = numbers[name].astype(np.uint32)
-    return numbers
+    return numbers | {"percentile": percentiles(numbers["mean"])}
+
+
+def percentiles(means: Array) -> Array:
+    """Percent of the other heads with a smaller mean, as the view head_card has it.
+
+    NaN for an undefined mean and for the only one. `means` are [statistic layer head].
+    """
+    places = np.full(means.shape, np.nan)
+    for of_heads, own in zip(means.astype(np.float32), places, strict=True):
+        has_mean = ~np.isnan(of_heads)
+        defined = of_heads[has_mean]
+        if len(defined) > 1:
+            smaller = np.searchsorted(np.sort(defined), defined)
+            own[has_mean] = 100 * smaller / (len(defined) - 1)
+    return places
 
 
 def summaries_sql(rows: str, keys: Sequence[str], statistics: Sequence[str]) -> str:

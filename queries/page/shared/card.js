@@ -204,7 +204,7 @@ export function drawCard(card, chosen, onStatistic) {
   const options = { label: card.label, statistic, onStatistic, titles, percentile: (name) => percentiles[name] };
   const columns = ["statistic", "mean", "standard_error", "documents", "minimum", "maximum", "count", "undefined"];
   parts.push(
-    html("p", { class: "finding" }, sentence(card.label, one, one?.percentile, card.heads)),
+    html("p", { class: "finding" }, sentence(card.label, one, one?.percentile, one?.heads)),
     html("div", { class: "scroll" }, statisticsTable(rows, options)),
     behind({ sql: summaries(columns, where), name: `${card.label}-statistics`, columns, rows: () => rows.map((row) => columns.map((column) => row[column])) }),
   );

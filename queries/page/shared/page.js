@@ -659,17 +659,9 @@ function saySentence() {
   by("sentence").textContent = chosen.head ? sentence(label(chosen.head), row, percentile(chosen.statistic), ranked(chosen.statistic).length) : "";
 }
 
-// The share of the other heads with a smaller mean, in percent; an equal one counts half. Null until
-// the means of all heads are there.
-function percentile(statistic) {
-  const means = numbers[statistic]?.mean;
-  const own = means?.[place(chosen.head)];
-  if (isUndefined(own) || kindOf(numbers[statistic]) !== "heads") return null;
-  const others = defined(means);
-  if (others.length < 2) return null;
-  const [smaller, equal] = [others.filter((value) => value < own).length, others.filter((value) => value === own).length - 1];
-  return (100 * (smaller + equal / 2)) / (others.length - 1);
-}
+// The share of the other heads with a smaller mean, in percent. Undefined until the numbers of all
+// heads are there.
+const percentile = (statistic) => numbers[statistic]?.percentile[place(chosen.head)];
 
 async function showSubsets(turn) {
   const statistic = chosen.statistic;

@@ -6,7 +6,7 @@ const report = document.getElementById("data") ? await pageData() : null;
 // Whether a server answers. It can count again under a brush, and answer SQL.
 export const isLive = !report;
 
-const NUMBERS = ["mean", "standard_error", "minimum", "maximum", "degrees_of_freedom", "count", "documents", "undefined"];
+const NUMBERS = ["mean", "standard_error", "minimum", "maximum", "degrees_of_freedom", "count", "documents", "undefined", "percentile"];
 const STORED_TOKEN = "headcount-token";
 let offered = null;
 let open = 0;

@@ -1,7 +1,7 @@
--- Quantiles of every statistic of every head, from its distribution: fast, and off by less than a
--- bin.
--- A quantile p is the smallest value that a share p of the values does not exceed. width is that of
--- the bin of p50: 1/256 of a finite range, 4.4 % of the value on an open axis.
+-- Quantiles of every statistic of every head, as in quantiles, from its distribution: fast, and off
+-- by less than a bin.
+-- width is that of the bin of p50, the wider one if it lies between values of two: 1/256 of a finite
+-- range, 4.4 % of the value on an open axis. Exact: quantiles.
 WITH
     bins AS (
         SELECT
@@ -16,14 +16,26 @@ WITH
             PARTITION BY run_id, intervention, input_family, layer, head, statistic
         )
     ),
+    -- A quantile lies between two values: each counts as much as it is near.
+    neighbours AS (
+        SELECT
+            bins.*, level,
+            level * (total - 1) AS quantile_place,
+            floor(quantile_place) + step AS place,
+            1 - abs(quantile_place - place) AS weight
+        FROM bins
+        CROSS JOIN (SELECT unnest([0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]::DOUBLE[]) AS level)
+        CROSS JOIN (SELECT unnest([0, 1]) AS step)
+        WHERE rank - count <= place AND place < rank AND weight > 0
+    ),
     quantiles AS (
         SELECT
-            run_id, intervention, input_family, layer, head, statistic, level, high - low AS width,
+            run_id, intervention, input_family, layer, head, statistic, level,
+            max(high - low) AS width,
             -- The values of a bin are taken to be equally far apart.
-            low + (high - low) * (ceil(level * total) - 0.5 - (rank - count)) / count AS quantile
-        FROM bins
-        JOIN (SELECT unnest([0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99]) AS level)
-            ON rank - count < ceil(level * total) AND ceil(level * total) <= rank
+            sum(weight * (low + (high - low) * (place + 0.5 - (rank - count)) / count)) AS quantile
+        FROM neighbours
+        GROUP BY ALL
     )
 SELECT
     run_id, model, intervention, input_family, layer, head,

@@ -1,5 +1,5 @@
--- Exact quantiles of a statistic by head, interpolated, over the sequences on which it is defined.
--- Faster, within bins: head_quantiles.
+-- Exact quantiles of a statistic by head over the sequences on which it is defined, interpolated as
+-- numpy.percentile does. Faster, to less than a bin: head_quantiles.
 -- parameter statistic VARCHAR = 'sink_mass': A column of heads.
 -- example: quantiles --statistic entropy --limit 5
 WITH

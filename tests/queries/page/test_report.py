@@ -408,7 +408,7 @@ def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
         # All heads have the same sequences and documents.
         counts = {"count": 100_000, "documents": 30_000, "undefined": 0}
         return {
-            **{name: rng.random((1, *shape)) for name in MEANS},
+            **{name: rng.random((1, *shape)) for name in (*MEANS, "percentile")},
             **{name: np.full((1, *shape), count) for name, count in counts.items()},
         }
 
@@ -474,9 +474,10 @@ def test_the_report_of_a_text(tab: Page, text_run: TextRun, tmp_path: Path) -> N
     assert len(tab.texts("#curves [data-series=attention_by_lag] circle")) == 40
     assert len(tab.texts("#curves [data-series=attention_received_by_key] circle")) == 40
     tab.show("intervention=zero_head(1,6)")
+    by_name = {str(one): one for one in replica.scan.interventions}
     untouched, changed = (
-        replica.measure(shard.tokens, intervention).sequences["loss"].astype(float)
-        for intervention in replica.scan.interventions[:2]
+        replica.measure(shard.tokens, by_name[name]).sequences["loss"].astype(float)
+        for name in ("none", "zero_head(1,6)")
     )
     row = tab.texts("[data-predictions] tbody td")
     assert row[:2] == ["loss", "nats"]
@@ -501,11 +502,11 @@ def test_the_report_of_a_text_has_examples_engines_and_predictions(
     write_report(open_runs(path), tmp_path / "report.html", RunModels(str(path)))
     data = unpacked_page(tmp_path / "report.html")
     (run,) = data["overview"]["runs"]
-    assert list(run["engines"].values()) == [
-        "fused",
-        "fused",
-        "fused, with built patterns in layers 1",
-    ]
+    assert run["engines"] == {
+        "none": "fused",
+        "zero_head(1,6)": "fused",
+        "head_to_first(1,0)": "fused, with built patterns in layers 1",
+    }
     # Tokens are words and not their numbers.
     assert '"<|endoftext|>"' in json.dumps(data)
 
