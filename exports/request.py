@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from headcount.exports.confirmation import STEPS_OF_A_CHECK, Steps, checked, facts_of_trial
-from headcount.exports.destination import facts_of, is_begun, write_export
+from headcount.exports.destination import facts_of, is_begun, says_unfinished, write_export
 from headcount.exports.refusals import check_setting, scan_for, setting_of_scan
 from headcount.exports.registry import CacheCut, Exported, ExportFormat, Needs, Options, Setting
 from headcount.exports.source import CALIBRATION, CHECK, CONFIRMATION, ExportSource, choose_run
@@ -87,23 +87,19 @@ class ExportRequest:
         awaited = [CALIBRATION] * calibrates + [CONFIRMATION] * self.export.measures
         awaited += [CHECK] * (self.check_sequences is not None)
 
-        def written(source: ExportSource) -> tuple[Exported, int]:
-            exported = self.export.function(source, **self.options)
-            return exported, write_export(self.export, self.destination, exported.files)
-
         before = self._facts_of_before(source)
         first = dataclasses.replace(source, awaits=", ".join(awaited) or None)
+        exported = self._made(first)
         trial = None
         if self.check_sequences is not None:
             # Before anything is written: the model may not be there.
-            exported = self.export.function(first, **self.options)
             trial = self._trial(source, setting, exported.cut)
             known = _known_answers(trial, before)
             trial.known.update(known)
-            first = dataclasses.replace(first, check=before.get("check") if known else None)
-        exported, size = written(first)
-        if awaited:
-            tell_user(f"{self.destination}: written; it awaits: {first.awaits}")
+            if known:
+                first = dataclasses.replace(first, check=before["check"])
+                exported = self._made(first)
+        size = self._begun(exported, first.awaits)
         if calibrates:
             self._calibrate(source, steps)
             baseline = source.baseline and source.baseline.database
@@ -111,19 +107,38 @@ class ExportRequest:
         if self.export.measures or calibrates:
             awaits = None if trial is None else CHECK
             source = dataclasses.replace(source, check=first.check)
-            exported, size = written(dataclasses.replace(source, awaits=awaits))
+            exported = self._made(dataclasses.replace(source, awaits=awaits))
+            size = self._written(exported)
         if trial is not None:
             assert exported.cut is not None
 
             def save(check: Mapping[str, Any]) -> None:
-                written(dataclasses.replace(source, awaits=CHECK, check=check))
+                self._written(self._made(dataclasses.replace(source, awaits=CHECK, check=check)))
 
             check = first.check
             if check is None or "verdict" not in check or self.export.measures:
                 check = checked(trial, exported.cut, steps.begin, save)
             source = dataclasses.replace(source, check=check)
-            exported, size = written(source)
+            exported = self._made(source)
+            size = self._written(exported)
         return exported, source, size
+
+    def _made(self, source: ExportSource) -> Exported:
+        return self.export.function(source, **self.options)
+
+    def _written(self, exported: Exported) -> int:
+        return write_export(self.export, self.destination, exported.files)
+
+    def _begun(self, exported: Exported, awaits: str | None) -> int:
+        """Write a list that may still await something, if it says so; returns its size in bytes."""
+        if awaits is not None and not says_unfinished(exported.files):
+            # It would pass for a list that is confirmed.
+            tell_user(f"{self.destination}: is written when this is there: {awaits}")
+            return 0
+        size = self._written(exported)
+        if awaits is not None:
+            tell_user(f"{self.destination}: written; it awaits: {awaits}")
+        return size
 
     def _facts_of_before(self, source: ExportSource) -> dict[str, Any]:
         """What the file that is there says of itself, if it is this export of this run."""
