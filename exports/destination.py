@@ -96,8 +96,20 @@ def facts_of(export: ExportFormat, destination: Place) -> dict[str, Any]:
     """What an export that is there says of itself; empty if it says nothing."""
     file = destination if export.writes == "file" else destination / "config.json"
     try:
-        text = file.read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
+        return _facts_in(file.read_bytes())
+    except OSError:
+        return {}
+
+
+def says_unfinished(files: Mapping[str, bytes | Path]) -> bool:
+    """Whether an export says of itself that it is not finished: not all formats have the room."""
+    return any(UNFINISHED in _facts_in(file) for file in files.values() if isinstance(file, bytes))
+
+
+def _facts_in(content: bytes) -> dict[str, Any]:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
         return {}
     # The whole file is an object, or its last line.
     for part in (text, text.strip().rpartition("\n")[2]):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from headcount.exports.confirmation import STEPS_OF_A_CHECK, Steps, checked, facts_of_trial
-from headcount.exports.destination import facts_of, is_begun, write_export
+from headcount.exports.destination import facts_of, is_begun, says_unfinished, write_export
 from headcount.exports.refusals import check_setting, scan_for, setting_of_scan
 from headcount.exports.registry import CacheCut, Exported, ExportFormat, Needs, Options, Setting
 from headcount.exports.source import CALIBRATION, CHECK, CONFIRMATION, ExportSource, choose_run
@@ -55,18 +55,20 @@ class ExportRequest:
             # A file of scores leaves the number of heads open, and the check looks for it.
             total += STEPS_OF_A_CHECK + self.export.is_ranking(self.options)
         steps = Steps(total)
-        baseline = None
+        baseline = measured = None
         run_ids = self.run_ids
         if self.model is not None:
             fields = {"model": self.model, "out": runs or "runs"}
-            runs, baseline = self._measured(needs, fields, overrides, steps)
+            runs, baseline, measured = self._measured(needs, fields, overrides, steps)
         directory = RunDirectory(absolute(str(runs)))
         # A calibration lies beside its run.
         if needs.calibrated and directory.path.name.startswith("run_id="):
             runs, run_ids = str(directory.path.parent), [directory.run_id]
         source = self._chosen(str(runs), run_ids, baseline, steps)
         check_setting(self.export, self.options, source.setting)
-        return self._confirmed(source, str(runs), steps, calibrates)
+        # The model where it lies now, which may have moved since the run began.
+        setting = measured or source.setting
+        return self._confirmed(source, setting, str(runs), steps, calibrates)
 
     def _chosen(
         self, runs: str, run_ids: list[str], baseline: RunDatabase | None, steps: Steps
@@ -78,30 +80,26 @@ class ExportRequest:
         return dataclasses.replace(source, device=self.device, begin=steps.begin)
 
     def _confirmed(
-        self, source: ExportSource, runs: str, steps: Steps, calibrates: bool
+        self, source: ExportSource, setting: Setting, runs: str, steps: Steps, calibrates: bool
     ) -> tuple[Exported, ExportSource, int]:
         """Write the list, then measure what confirms it, and write that into the file."""
 
         awaited = [CALIBRATION] * calibrates + [CONFIRMATION] * self.export.measures
         awaited += [CHECK] * (self.check_sequences is not None)
 
-        def written(source: ExportSource) -> tuple[Exported, int]:
-            exported = self.export.function(source, **self.options)
-            return exported, write_export(self.export, self.destination, exported.files)
-
         before = self._facts_of_before(source)
         first = dataclasses.replace(source, awaits=", ".join(awaited) or None)
+        exported = self._made(first)
         trial = None
         if self.check_sequences is not None:
             # Before anything is written: the model may not be there.
-            exported = self.export.function(first, **self.options)
-            trial = self._trial(source, exported.cut)
+            trial = self._trial(source, setting, exported.cut)
             known = _known_answers(trial, before)
             trial.known.update(known)
-            first = dataclasses.replace(first, check=before.get("check") if known else None)
-        exported, size = written(first)
-        if awaited:
-            tell_user(f"{self.destination}: written; it awaits: {first.awaits}")
+            if known:
+                first = dataclasses.replace(first, check=before["check"])
+                exported = self._made(first)
+        size = self._begun(exported, first.awaits)
         if calibrates:
             self._calibrate(source, steps)
             baseline = source.baseline and source.baseline.database
@@ -109,19 +107,38 @@ class ExportRequest:
         if self.export.measures or calibrates:
             awaits = None if trial is None else CHECK
             source = dataclasses.replace(source, check=first.check)
-            exported, size = written(dataclasses.replace(source, awaits=awaits))
+            exported = self._made(dataclasses.replace(source, awaits=awaits))
+            size = self._written(exported)
         if trial is not None:
             assert exported.cut is not None
 
             def save(check: Mapping[str, Any]) -> None:
-                written(dataclasses.replace(source, awaits=CHECK, check=check))
+                self._written(self._made(dataclasses.replace(source, awaits=CHECK, check=check)))
 
             check = first.check
             if check is None or "verdict" not in check or self.export.measures:
                 check = checked(trial, exported.cut, steps.begin, save)
             source = dataclasses.replace(source, check=check)
-            exported, size = written(source)
+            exported = self._made(source)
+            size = self._written(exported)
         return exported, source, size
+
+    def _made(self, source: ExportSource) -> Exported:
+        return self.export.function(source, **self.options)
+
+    def _written(self, exported: Exported) -> int:
+        return write_export(self.export, self.destination, exported.files)
+
+    def _begun(self, exported: Exported, awaits: str | None) -> int:
+        """Write a list that may still await something, if it says so; returns its size in bytes."""
+        if awaits is not None and not says_unfinished(exported.files):
+            # It would pass for a list that is confirmed.
+            tell_user(f"{self.destination}: is written when this is there: {awaits}")
+            return 0
+        size = self._written(exported)
+        if awaits is not None:
+            tell_user(f"{self.destination}: written; it awaits: {awaits}")
+        return size
 
     def _facts_of_before(self, source: ExportSource) -> dict[str, Any]:
         """What the file that is there says of itself, if it is this export of this run."""
@@ -135,29 +152,26 @@ class ExportRequest:
             )
         return facts if of_this and facts.get("options") == dict(self.options) else {}
 
-    def _trial(self, source: ExportSource, cut: CacheCut | None) -> HeadTrial:
+    def _trial(self, source: ExportSource, setting: Setting, cut: CacheCut | None) -> HeadTrial:
         """The model whose cache will be cut as the file says."""
-        from headcount.workers.head_check import HeadTrial
         from headcount.workers.process import prepare_process
 
         assert cut is not None
-        assert self.check_sequences is not None
         prepare_process()
-        # On the model where it lies now, which may have moved since the run.
-        return HeadTrial(
-            self.model or source.run["model"],
-            cut.sink,
-            cut.recent,
-            n_ctx=source.run["n_ctx"],
-            sequences=self.check_sequences,
-            device=self.device,
-            adapter=source.setting.adapter,
-        )
+        trial = self._trial_of(setting, cut.sink, cut.recent)
+        if trial.info.sha256 != source.opened.manifest.model["sha256"]:
+            raise QueryError(
+                f"{trial.info.path}: its files are not those of run {source.run_id}, so a check on "
+                "it would say nothing of the list; measure it with --model"
+            )
+        return trial
 
     def _measured(
         self, needs: Needs, fields: dict[str, Any], overrides: list[str], steps: Steps
-    ) -> tuple[str, RunDatabase | None]:
-        """Measure what is needed; returns where its run lies, and the baseline's run, opened."""
+    ) -> tuple[str, RunDatabase | None, Setting]:
+        """Measure what is needed; returns where its run lies, the baseline's run, opened, and what
+        was known of it before.
+        """
 
         name = f"export-{self.export.name}"
         # All scans are checked before the first begins.
@@ -168,7 +182,9 @@ class ExportRequest:
         setting = setting_of_scan(scan, info, self.destination)
         check_setting(self.export, self.options, setting)
         if self.check_sequences is not None:
-            self._check_trial(setting)
+            # A check that cannot be made is refused before any scan.
+            assert self.export.streamed_keys is not None
+            self._trial_of(setting, *self.export.streamed_keys(self.options, setting.n_ctx))
         baseline = None
         if needs.baseline is not None:
             steps.begin(f"a scan of {needs.baseline.families[0]}, without what repeats")
@@ -176,15 +192,22 @@ class ExportRequest:
             baseline = _opened(self._scan(f"{name}-baseline", other))
         written, *_ = scans[name]
         steps.begin(f"a scan of {scan.input.family}")
-        return self._scan(name, written), baseline
+        return self._scan(name, written), baseline, setting
 
-    def _check_trial(self, setting: Setting) -> None:
-        """Refuse a check that cannot be made, before any scan."""
+    def _trial_of(self, setting: Setting, sink: int, recent: int) -> HeadTrial:
+        """The trial of a model whose heads keep so many first and last keys."""
         from headcount.workers.head_check import HeadTrial
 
-        assert self.export.streamed_keys is not None
-        sink, recent = self.export.streamed_keys(self.options, setting.n_ctx)
-        HeadTrial(setting.model, sink, recent, n_ctx=setting.n_ctx, adapter=setting.adapter)
+        return HeadTrial(
+            setting.model,
+            sink,
+            recent,
+            revision=setting.revision,
+            adapter=setting.adapter,
+            n_ctx=setting.n_ctx,
+            sequences=self.check_sequences or DEFAULT_SEQUENCES,
+            device=self.device,
+        )
 
     def _scan(self, name: str, fields: dict[str, Any]) -> str:
         """Run or continue a scan; returns where its run lies."""

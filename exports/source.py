@@ -1,9 +1,9 @@
 """What a format reads: one run, through the views of `queries`."""
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -118,8 +118,9 @@ class ExportSource:
         layers = manifest.model.get("attention_layers") or range(run["n_layers"])
         model = run["model"]
         if "model" in manifest.places:
-            # A relative name is meant from where the run was begun.
-            model = str(Path(manifest.begun_in, model))
+            # A relative name is meant from where the run was begun, if that is there.
+            begun_in = manifest.begun_in if os.path.isdir(manifest.begun_in) else ""
+            model = os.path.join(begun_in, os.path.expanduser(model))
         return Setting(
             model=model,
             revision=manifest.identity["scan"].get("revision"),

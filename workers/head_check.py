@@ -116,15 +116,16 @@ class HeadTrial:
         sink: int,
         recent: int,
         *,
+        revision: str | None = None,
+        adapter: AdapterChoice = "refuse",
         n_ctx: int | None = None,
         sequences: int = SEQUENCES,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         known: Mapping[str, float] | None = None,
         passed: Callable[[int], None] = lambda _: None,
-        adapter: AdapterChoice = "refuse",
     ) -> None:
         self._models = KnownModels()
-        self.info = self._models.describe(model, adapter=adapter)
+        self.info = self._models.describe(model, revision, adapter)
         self.model = model
         self.sink = sink
         self.recent = recent

@@ -1,6 +1,7 @@
 """The formats `fp8-kv-scales` and `fp8-kv-checkpoint`: how a cache of 8-bit floats is scaled."""
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -49,14 +50,15 @@ class Checkpoint:
 
     directory: Path
     config: dict[str, Any]  # its config.json
-    index: dict[str, Any]  # which of its files holds which tensor
+    index: dict[str, Any]  # which of `files` holds which tensor
     prefix: str  # name of the attention module of a layer
-    files: dict[str, Path]  # by name, without those of an adapter that was not measured
+    files: dict[str, Path]  # its files by the names that they get beside the scales
 
 
 def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
     """The checkpoint that gets the scales. It is an error if it cannot take them."""
     # Imported here: a run's other exports do without its model.
+    from headcount.workers.model.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
     from headcount.workers.model.files.model_info import find_model
 
     model = options["checkpoint"]
@@ -65,7 +67,7 @@ def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
         raise QueryError(f"{setting.destination}: expected a folder of this disk, to link weights")
     if setting.destination.resolve() == directory.resolve():
         raise QueryError(f"{directory}: is the checkpoint itself; expected another folder")
-    left_out = _adapter_left_out(setting, directory)
+    _check_adapter(setting, directory, is_named=model is not None)
     config, index = _config(directory), _index(directory)
     text = config.get("text_config", config)
     expected = {
@@ -86,34 +88,47 @@ def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
     names = {f"{_owner(prefix).replace('{layer}', str(layers[0]))}.{each}_scale" for each in "qkv"}
     if already := sorted(names & index["weight_map"].keys()):
         raise QueryError(f"{directory}: has scales already, such as {already[0]}; expected none")
-    files = {
-        path.name: path for path in directory.iterdir() if path.is_file() and path not in left_out
-    }
+    # Transformers would apply an adapter to the weights, and they were measured without.
+    others = {ADAPTER_CONFIG, *ADAPTER_WEIGHTS}
+    paths = (path for path in directory.iterdir() if path.is_file() and path.name not in others)
+    files = {path.name: path for path in paths}
+    # With a file of the default name beside it, transformers would not look into the index.
+    if WEIGHTS in files:
+        files[RENAMED] = files.pop(WEIGHTS)
+        index["weight_map"] = dict.fromkeys(index["weight_map"], RENAMED)
     return Checkpoint(directory, config, index, prefix, files)
 
 
-def _adapter_left_out(setting: Setting, directory: Path) -> list[Path]:
-    """The files of an adapter that the run is measured without."""
-    from headcount.workers.model.files.model_files import adapter_files, check_adapter
+def _check_adapter(setting: Setting, directory: Path, *, is_named: bool) -> None:
+    """It is an error unless the weights of a checkpoint alone are what was measured.
 
-    if setting.adapter == "apply":
+    `is_named` says that --checkpoint names it, so it need not be the measured directory.
+    """
+    from headcount.workers.model.files.model_files import adapter_files
+
+    if setting.adapter == "apply" and not is_named:
         raise QueryError(
-            f"{directory}: is measured with its adapter, which a folder with scales does not "
-            "apply; merge it into the weights, and measure these"
+            f"{directory}: was measured with its adapter, which a folder with scales does not "
+            "apply; merge it into the weights, and name the result with --checkpoint"
         )
-    check_adapter(directory, setting.adapter)
-    return adapter_files(directory)
+    names = " and ".join(file.name for file in adapter_files(directory))
+    if names and setting.adapter != "ignore":
+        raise QueryError(
+            f"{directory}: has an adapter ({names}), expected weights alone, as they were "
+            "measured; remove it, or name another directory with --checkpoint"
+        )
 
 
 def refusal_of_checkpoint(setting: Setting, options: Options) -> str | None:
     """What is there must be an export of this checkpoint."""
-    directory = checkpoint_of(setting, options).directory
+    own = {*checkpoint_of(setting, options).files, "config.json", INDEX, SCALES}
     folder = setting.destination
-    own = {path.name for path in directory.iterdir()} | {"config.json", INDEX, SCALES, RENAMED}
-    for path in sorted(folder.iterdir()) if isinstance(folder, Path) and folder.is_dir() else ():
-        if path.name not in own:
-            return f"{folder}: holds {path.name}, which is no part of this export; choose another"
-    return None
+    names = sorted(os.listdir(folder)) if isinstance(folder, Path) and folder.is_dir() else []
+    # Another checkpoint may have files of the same names, but no scales.
+    others = [name for name in names if name not in own] if SCALES in names else names
+    if not others:
+        return None
+    return f"{folder}: holds {others[0]}, which is no part of this export; choose another"
 
 
 def _owner(prefix: str) -> str:
@@ -205,7 +220,7 @@ def fp8_kv_checkpoint(
       By default, the only one that the checkpoint has.
     """
     made_for = checkpoint_of(source.setting, source.options)
-    directory, config, index = made_for.directory, made_for.config, made_for.index
+    config, index = made_for.config, made_for.index
     scales = scales_of_heads(source, quantile)
     if strategy == "tensor":
         scales = {
@@ -219,18 +234,13 @@ def fp8_kv_checkpoint(
     scheme: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
     scheme |= {"dynamic": False, "symmetric": True}
     config[key] = {**(config.get(key) or UNQUANTISED), "kv_cache_scheme": scheme}
-    # With a file of the default name beside it, transformers would not look into the index.
-    weights = dict(made_for.files)
-    if WEIGHTS in weights and not (directory / INDEX).is_file():
-        weights[RENAMED] = weights.pop(WEIGHTS)
-        index["weight_map"] = dict.fromkeys(index["weight_map"], RENAMED)
     index["weight_map"] |= dict.fromkeys(tensors, SCALES)
     if "total_size" in index["metadata"]:
         index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
     # The header of the scales says the options, but not where a checkpoint lies.
-    source = replace(source, options={**source.options, "checkpoint": directory.name})
+    source = replace(source, options={**source.options, "checkpoint": made_for.directory.name})
     files: dict[str, bytes | Path] = {
-        **weights,
+        **made_for.files,
         "config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(),
         INDEX: json.dumps(index, indent=2).encode(),
         SCALES: source.safetensors_file(tensors),
@@ -259,12 +269,14 @@ def _config(directory: Path) -> dict[str, Any]:
 
 def _index(directory: Path) -> dict[str, Any]:
     """Which file of the checkpoint holds which tensor."""
-    if (directory / INDEX).is_file():
-        return {"metadata": {}, "weight_map": {}} | _json_object(directory / INDEX)
+    # Of both, models are read from the one file.
     if not (directory / WEIGHTS).is_file():
-        raise QueryError(
-            f"{directory}: has neither {INDEX} nor {WEIGHTS}; expected a checkpoint in safetensors"
-        )
+        if not (directory / INDEX).is_file():
+            raise QueryError(
+                f"{directory}: has neither {INDEX} nor {WEIGHTS}; expected a checkpoint in "
+                "safetensors"
+            )
+        return {"metadata": {}, "weight_map": {}} | _json_object(directory / INDEX)
     from safetensors import SafetensorError, safe_open
 
     try:

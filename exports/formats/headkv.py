@@ -69,7 +69,8 @@ def headkv(
     * `sink`: first keys of `effect`.
     * `recent`: last keys of `effect`.
     * `only_scores`: `true` leaves out the second line, which says where the file is from. HeadKV
-      reads the first line alone.
+      reads the first line alone. Without it, a file cannot say that it is `unfinished`, so with
+      --model it is written when its effects are calibrated.
     """
     if score != "effect":
         return scores_of_sequences(source, MASS, only_scores)

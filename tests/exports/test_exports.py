@@ -5,6 +5,7 @@ Runs are toys whose numbers are fractions of two, so what is expected here is wh
 
 import json
 import re
+import shutil
 import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,8 +27,10 @@ from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.registry import REQUIRED
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.scans.values import range_of
+from headcount.workers.model.files.bundled_models import BUNDLED_MODELS
 from tests.toys.commands import printed
-from tests.toys.toy_runs import Cell, Row, local, read_manifest, write_run
+from tests.toys.toy_models import change_weights
+from tests.toys.toy_runs import Cell, Row, local, one_line, read_manifest, write_run
 
 KV_HEADS, HEADS, LAYERS = 2, 4, 2
 ECHO = [[0, 0.125, 0.25, 0.375], [0.5, 0.875, 0.625, 0.75]]
@@ -260,7 +263,7 @@ def test_one_command_goes_from_a_model_to_the_file_and_tries_it_out(
     directories = sorted(Path("runs").iterdir())
     before = [(path / "manifest.json").stat().st_mtime_ns for path in directories]
     assert len(before) == 2
-    output = run(*words, "--replace", "--check")
+    output = run(*words, "--replace", "--check", "--check-sequences", 16)
     found = re.search(r"number of heads: with (\d+) of 12 nothing is lost on other seq", output)
     assert found
     kept = int(found[1])
@@ -283,6 +286,25 @@ def test_a_check_that_cannot_be_made_leaves_nothing_behind(copies: Path, tmp_pat
     with pytest.raises(ModelError, match="model 'toy': neither a directory, nor "):
         run("razor", copies, "-o", tmp_path / "razor.json", "--check")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_is_of_the_model_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(BUNDLED_MODELS / "needle-mini", tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    duo = ("duo", "runs", "-o", "duo", "--sink", 1, "--recent", 5, "--sparsity", 0.75)
+    scan = ("--model", "bundled:gpt2-mini", "--set", "model=mine")
+    scan = (*scan, "--set", "sequences=8", "--set", "n_ctx=48")
+    check = ("--check", "--check-sequences", 1)
+    # Of two names the last one is measured, and tried.
+    assert "every head    –     12  " in run(*duo, *scan, *check)
+    # A relative name is meant from where the run was begun.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "every head    –     12  " in run("duo", "../runs", *duo[2:], *check)
+    change_weights(tmp_path / "mine", lambda weights: next(iter(weights.values())).add_(1))
+    with one_line(QueryError, r"mine: its files are not those of run export-duo-\w+, so a check"):
+        run("duo", "../runs", *duo[2:-2], "--sparsity", 0.5, "-o", "other", *check)
+    assert not Path("other").exists()
 
 
 # fp8-kv-scales

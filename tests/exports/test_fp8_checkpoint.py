@@ -9,6 +9,7 @@ and `model_loader/weight_utils.py` (`get_quant_config`, `filter_duplicate_safete
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from headcount.schemas.errors import QueryError
+from headcount.schemas.errors import ModelError, QueryError
 from tests.exports.test_exports import HEADS, KV_HEADS, LAYERS, write_toy
 from tests.toys.commands import printed
 from tests.toys.toy_models import family, gpt2, save_model
@@ -197,6 +198,56 @@ def test_a_checkpoint_is_not_replaced_by_its_export(home: Path, tmp_path: Path):
     copy = _changed(home, tmp_path)
     with one_line(QueryError, "is the checkpoint itself; expected another folder"):
         export(home, copy, copy, "--replace")
+
+
+def test_a_folder_has_no_adapter_that_was_not_measured(home: Path, tmp_path: Path):
+    """Transformers would apply it to weights that were measured without it."""
+    model, made = tmp_path / "model", tmp_path / "made"
+    shutil.copytree(home / "one", model)
+    (model / "tokenizer.json").unlink()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
+        (model / name).write_bytes(b"{}")
+    scan = ("fp8-kv-checkpoint", tmp_path / "runs", "--model", model, "-o", made)
+    scan = (*scan, "--set", "sequences=2", "--set", "n_ctx=12")
+    with one_line(ModelError, 'set adapter = "apply" to measure the weights with it, or "ignore"'):
+        printed("export", *scan)
+    with one_line(QueryError, "merge it into the weights, and name the result with --checkpoint"):
+        printed("export", *scan, "--set", "adapter=apply")
+    assert not (tmp_path / "runs").exists()
+    printed("export", *scan, "--set", "adapter=ignore")
+    assert not list(made.glob("adapter*"))
+    assert (made / "kv_scales.safetensors").is_file()
+    # This run says nothing of an adapter, as its model had none.
+    with one_line(QueryError, r"has an adapter \(adapter_config.json and adapter_model"):
+        export(home, model, tmp_path / "other")
+
+
+def test_another_checkpoint_is_not_replaced(home: Path, tmp_path: Path):
+    """Names of its files are those of the export, but for the scales."""
+    shutil.copytree(home / "many", tmp_path / "made")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
+    with one_line(QueryError, "which is no part of this export; choose another"):
+        export(home, home / "many", tmp_path / "made", "--replace")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before
+
+
+def test_of_an_index_and_one_file_the_file_is_what_models_are_read_from(home: Path, tmp_path: Path):
+    copy = _changed(home, tmp_path, {})
+    index = {"weight_map": {"model.layers.0.self_attn.q_proj.weight": "absent.safetensors"}}
+    (copy / INDEX).write_text(json.dumps(index))
+    export(home, copy, tmp_path / "made")
+    assert read_as_vllm(tmp_path / "made").keys() == SCALES
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    tokens = torch.arange(12)[None]
+    before = AutoModelForCausalLM.from_pretrained(home / "one")
+    assert torch.equal(loaded(tokens).logits, before(tokens).logits)
+
+
+SCALES = {
+    f"model.layers.{layer}.self_attn.attn.{letter}_scale"
+    for layer in range(LAYERS)
+    for letter in "qkv"
+}
 
 
 def _changed(

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,13 +104,12 @@ def test_no_format_needs_pandas(tmp_path: Path, without_pandas: dict[str, str]):
 # A check takes long, may be stopped, and goes on
 
 
-def begun_check(directory: Path, *more: str) -> subprocess.Popen[bytes]:
-    # In ten seconds a small model is done, so a check keeps all that it has measured.
+def begun(directory: Path, *words: str) -> subprocess.Popen[bytes]:
+    """An export that has begun, and keeps what it measures at once: it would be done in seconds."""
     main = (
         "from headcount.exports import confirmation; confirmation.SAVED_SECONDS = 0.0; "
         "import torch; torch.set_num_threads(1); " + MAIN
     )
-    words = [*words_of("duo", "duo"), "runs", "--model", MODEL, *SIZES, "--check", *more]
     return subprocess.Popen(
         [*DIES_WITH_ITS_PARENT, sys.executable, "-c", main, *words], cwd=directory,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -123,8 +123,9 @@ def facts(directory: Path) -> dict[str, object]:
 @pytest.mark.long
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int, tmp_path: Path):
-    check = ["--check-sequences", "64"]
-    process = begun_check(tmp_path, *check)
+    words = [*words_of("duo", "duo"), "runs", "--model", MODEL, *SIZES]
+    words += ["--check", "--check-sequences", "64"]
+    process = begun(tmp_path, *words)
     deadline = time.monotonic() + 300
     answers: dict[str, float] = {}
     while len(answers) < 4 and time.monotonic() < deadline and process.poll() is None:
@@ -152,7 +153,7 @@ def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int
         directory=tmp_path,
     )  # fmt: skip
     assert "is there already; choose another name, or say --replace" in other.stderr
-    process = begun_check(tmp_path, *check)
+    process = begun(tmp_path, *words)
     stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 0, stderr
     finished = facts(tmp_path)
@@ -160,3 +161,59 @@ def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int
     assert finished["check"]["answers"].items() >= known.items()  # pyright: ignore
     assert finished["check"]["table"][0]["kept_whole"] == "every head"  # pyright: ignore
     assert b"chosen heads: within" in stdout or b"chosen heads: not within" in stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "options", "beside", "has_mark"), [
+    ("swa-layers", ["--window", "5"], "confirmation", True),
+    ("hybrid-heads", ["--window", "5"], "confirmation", True),
+    ("headkv", ["--score", "effect", "--recent", "5"], "calibration", True),
+    ("headkv", ["--score", "effect", "--recent", "5", "--only-scores", "true"], "calibration",
+     False),
+])  # fmt: skip
+def test_what_confirms_a_list_goes_on_where_it_was(
+    name: str, options: list[str], beside: str, has_mark: bool, tmp_path: Path
+):
+    """Ctrl-C while losses are measured under interventions, and the same command again."""
+    words = ["export", name, "-o", "list", *options, "runs", "--model", MODEL]
+    words += ["--set", "n_ctx=64", "--set", "sequences=16", "--set", "sequences_per_shard=1"]
+    process = begun(tmp_path, *words)
+    deadline = time.monotonic() + 300
+    committed: dict[Path, int] = {}
+
+    def commits() -> dict[Path, int]:
+        files = (tmp_path / "runs").glob("*/commits/*")
+        return {file: file.stat().st_mtime_ns for file in files}
+
+    def is_stopped_soon() -> bool:
+        return sum(f"-{beside}-" in str(file) for file in committed) >= 2
+
+    while not is_stopped_soon() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+        committed = commits()
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate()
+    assert process.returncode == 128 + signal.SIGINT, stderr
+    assert b"stopped; the same command continues the export where it stopped" in stderr
+    # Whoever finds a file can see that it is not confirmed.
+    assert (tmp_path / "list").exists() == has_mark
+    if has_mark:
+        assert b"list: written; it awaits: " in stderr
+        assert last_object(tmp_path / "list")["headcount"]["unfinished"]
+    committed = commits()
+    process = begun(tmp_path, *words)
+    _, stderr = process.communicate(timeout=600)
+    assert process.returncode == 0, stderr
+    assert committed.items() < commits().items()
+    content = last_object(tmp_path / "list")
+    assert "unfinished" not in content.get("headcount", {})
+    if name != "headkv":
+        assert content["joint"]["documents"] == 8
+    elif has_mark:
+        (row, *_) = content["headcount"]["calibration"]["effect_window_4_5"]
+        assert row["heads"] > 0
+
+
+def last_object(file: Path) -> dict[str, Any]:
+    """A file that is one object, or its last line."""
+    return json.loads(file.read_text().strip().rpartition("\n")[2])
