@@ -5,7 +5,8 @@
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
+from headcount.jobs.endings import is_a_command
 from headcount.jobs.plan.calibration import announce
 from headcount.jobs.plan.plan import make_plan, prepare_run, where_begun
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint, refuse_checkpoints
@@ -22,7 +24,7 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.run.progress import waiting
 from headcount.jobs.upkeep import phases
-from headcount.schemas.errors import RunError, ScanError, counted, printable
+from headcount.schemas.errors import AnotherRunError, RunError, ScanError, counted, printable
 from headcount.schemas.files.places import Place
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.arguments import Location, Name, checked
@@ -62,7 +64,7 @@ def run_scan(
         console = Console(stderr=True, highlight=False, quiet=quiet, force_terminal=True)
     resources = Resources(replicas, cores, device, address)
     resources.check_here()
-    with phases.taken():
+    with phases.taken(), _advised_here():
         preparation = Preparation(resources, console)
         with waiting(console, "planning"):
             plan = make_plan(scan, name, None, preparation, new, allow_other_code=False)
@@ -81,6 +83,19 @@ def run_scan(
             f"{failures[0].error}; mend the cause, then the same call continues it"
         )
     return plan.run.path
+
+
+@contextmanager
+def _advised_here() -> Iterator[None]:
+    """Say how another run is begun here: `headcount scan --new` is of a scan file."""
+    try:
+        yield
+    except AnotherRunError as error:
+        # Commands that scan on the way, such as `calibrate`, measure where no run is.
+        way = "new=True starts another run"
+        if is_a_command():
+            way = f"headcount rm {error.run}, and the same command measures it anew"
+        raise RunError(f"{error.problem}; {way}") from None
 
 
 def measure_losses_beside(

@@ -117,6 +117,11 @@ def finishing_work_in_hand() -> Iterator[None]:
             _ProcessState.time_limit = None
 
 
+def is_a_command() -> bool:
+    """Whether this process runs a command, and is no notebook or another program."""
+    return _ProcessState.is_a_command
+
+
 def work_begins() -> None:
     """Say that from here on there is work in hand that is worth finishing."""
     if _ProcessState.work == "idle":

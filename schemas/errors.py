@@ -63,6 +63,15 @@ class OtherRunError(RunError):
     """A run that cannot be continued: it measured something else, or too little of it is left."""
 
 
+class AnotherRunError(RunError):
+    """A run that cannot be continued as asked. Another run can be begun beside it."""
+
+    def __init__(self, run: object, problem: str) -> None:
+        super().__init__(f"{problem}; headcount scan --new starts another run")
+        self.run = run  # where it lies
+        self.problem = problem  # what is wrong, without what a scan's command does about it
+
+
 class WriteError(RunError):
     """A disk or a store does not take a file. It probably takes no other either."""
 

@@ -1,5 +1,6 @@
 """Connect to Ray: start it on this machine, or join a cluster. Every error becomes one line."""
 
+import atexit
 import contextlib
 import logging
 import os
@@ -25,6 +26,7 @@ import ray
 import ray.exceptions
 
 # Ray does not promise to keep these names, so no other file has one.
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
 from ray._private.state import state
 from ray._private.worker import global_worker
@@ -45,6 +47,11 @@ cores each, so most of these workers would import Ray and then have nothing to d
 """
 
 START_SECONDS = 60.0  # give up if Ray does not start here in this time; idle, it takes 2 s
+
+LONGEST_DIRECTORY = 39
+"""Longest directory in which Ray makes its sockets, in bytes. Their names have up to 64 more, and
+macOS takes 103 in all, Linux 107.
+"""
 
 JOIN_SECONDS = 30.0  # give up if a cluster's head does not answer in this time
 CONNECT_SECONDS = 10.0  # give up if a machine does not accept a connection in this time
@@ -119,8 +126,10 @@ def _start(cores: int) -> None:
     # Ray lets workers import from the directory that it is started in, before all others. In the
     # user's directory a `jobs.py` may lie, so Ray is started in the directory of our code. The
     # replicas change back, because paths of a scan are relative to the user's directory.
-    with _within(START_SECONDS), _on_the_loopback(), contextlib.chdir(PACKAGE.parent):
+    directory = _short_directory()
+    with _within(START_SECONDS, directory), _on_the_loopback(), contextlib.chdir(PACKAGE.parent):
         ray.init(
+            _temp_dir=directory,
             address="local",  # A cluster of its own, even if another one runs on this machine.
             num_cpus=cores,
             # Only the index of a corpus is kept there. Ray's own default is 30 % of the memory.
@@ -130,6 +139,33 @@ def _start(cores: int) -> None:
             logging_level=logging.ERROR,
             _system_config=SYSTEM_CONFIG,
         )
+    if directory is not None:
+        # Where Ray did not start, its logs stay.
+        atexit.register(_remove_with_ray, directory, os.getpid())
+
+
+def _short_directory() -> str | None:
+    """A new directory for Ray's sockets; none if Ray's own, which `TMPDIR` or `RAY_TMPDIR` may
+    name, is short enough.
+    """
+    if len(os.fsencode(os.path.abspath(get_default_ray_temp_dir()))) <= LONGEST_DIRECTORY:
+        return None
+    for parent in ("/tmp", "/var/tmp", "/dev/shm"):
+        with contextlib.suppress(OSError):
+            return tempfile.mkdtemp(prefix="headcount-ray-", dir=parent)
+    raise RunError(
+        f"{get_default_ray_temp_dir()}: too long for the names of Ray's sockets, expected at most "
+        f"{LONGEST_DIRECTORY} bytes; set RAY_TMPDIR to a shorter directory that can be written, or "
+        "--replicas 0 measures without Ray"
+    )
+
+
+def _remove_with_ray(directory: str, process: int) -> None:
+    """End Ray, and remove the directory that it worked in."""
+    # Ray itself would end only after this. A forked process has its parent's Ray.
+    if os.getpid() == process:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
@@ -147,7 +183,7 @@ def _on_the_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _within(seconds: float) -> Iterator[None]:
+def _within(seconds: float, directory: str | None) -> Iterator[None]:
     """Give up if Ray does not start in time: without a loopback device it would wait for ever."""
 
     class TooLong(BaseException):
@@ -167,7 +203,7 @@ def _within(seconds: float) -> Iterator[None]:
     except TooLong:
         raise RunError(
             f"Ray on this machine did not start in {seconds:.0f} s; --replicas 0 measures without "
-            "it, and its logs are in /tmp/ray/session_latest/logs"
+            f"it, and its logs are in {directory or get_default_ray_temp_dir()}/session_latest/logs"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

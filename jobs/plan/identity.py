@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from headcount.jobs.plan.resolved_scan import ResolvedScan
-from headcount.schemas.errors import OtherRunError, RunError
+from headcount.schemas.errors import AnotherRunError, OtherRunError, RunError
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.places import names, unread
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
@@ -155,7 +155,7 @@ def _runs_in_other_words(
 
 def with_advice(run: RunDirectory, error: OtherRunError) -> RunError:
     """The error that a run cannot continue, with what a user can do instead."""
-    return RunError(f"{error}; headcount scan --new starts another run")
+    return AnotherRunError(run.path, str(error))
 
 
 def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: ResolvedScan) -> None:
@@ -234,10 +234,11 @@ def _measured(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def check_code_of_run(run: RunDirectory, manifest: Manifest | None, code: str) -> None:
     """Refuse code that has no part in a run yet; `manifest` is none if the run is new."""
     if manifest is not None and code not in manifest.codes:
-        raise RunError(
+        raise AnotherRunError(
+            run.path,
             f"{run.run_id}: begun with code {manifest.code}, and the code here is {code}, which "
-            "may measure something else; --allow-other-code continues it, and every shard says "
-            "which code measured it; or headcount scan --new starts another run"
+            f"may measure something else; headcount resume {run.path} --allow-other-code continues "
+            "it, and every shard says which code measured it",
         )
 
 

@@ -97,7 +97,7 @@ class Sequences:
             ),
             f"input.low: expected less than high = {high}, got {low}": low >= end,
             f"input.token: expected {ids}, got {token}": (
-                has_position and token is not None and token >= info.d_vocab
+                token is not None and token >= info.d_vocab
             ),
             f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
             f"sequence, got {position}": has_position and not first <= position < scan.n_ctx,

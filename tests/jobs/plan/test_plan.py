@@ -14,6 +14,7 @@ import headcount
 from headcount.jobs.corpus import preparation
 from headcount.jobs.plan.cost import Rehearsal
 from headcount.jobs.plan.plan import make_plan
+from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.resources import JOB_ADDRESS, Device, Resources
 from headcount.schemas.errors import ScanError
 from headcount.schemas.scans.scan import parse_scan
@@ -153,3 +154,16 @@ def test_the_peak_is_that_of_the_block_in_bytes():
     assert later_peak.main < peak.main - 80_000_000, "an earlier peak is another one's"
     assert later_peak.main < total_memory() < 1e14
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize("options", [
+    {"family": "single_token_repeat", "token": 50256},
+    {"family": "text_with_token", "files": "bundled:LICENSE", "token": 50256, "position": 3},
+])  # fmt: skip
+def test_a_token_beyond_the_vocabulary_is_known_before_anything_is_drawn_or_prepared(
+    options: dict[str, object],
+):
+    fields = {"model": "bundled:llama-mini", "n_ctx": 8, "sequences": 2, "input": options}
+    line = "input.token: expected 0 to 256, the token ids of llama-mini, got 50256"
+    with pytest.raises(ScanError, match=line):
+        resolve(parse_scan(fields))

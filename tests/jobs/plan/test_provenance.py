@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import headcount.jobs.plan.resolved_scan
 import headcount.workers.shard
 from headcount import app
+from headcount.jobs import api
 from headcount.jobs.plan.plan import Plan, make_plan, replan
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.open.connection import connect
@@ -41,8 +42,10 @@ from headcount.workers.provenance.code_fingerprint import (
 )
 from headcount.workers.provenance.providers import PROVIDERS, column_fingerprint, provider_modules
 from headcount.workers.replica import Replica
+from tests.toys.commands import printed
 from tests.toys.refusals import refused
 from tests.toys.runs_here import run_here
+from tests.toys.toy_runs import local
 
 CODE_HERE = code_fingerprint()
 OTHER_CODE = "0123456789ab"
@@ -107,6 +110,29 @@ def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path):
         (CODE_HERE, commits[0].device, "none", [], torch),
         (CODE_HERE, commits[0].device, "head_to_first(1,3)", [1], torch),
     ]
+
+
+def test_other_code_is_answered_with_what_exists_where_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fields = FIELDS | {"sequences": 2, "out": str(tmp_path)}
+    run_here(plan_of(tmp_path, 2))
+    run = plan_of(tmp_path, 2).run
+    file = local(run.manifest_file)
+    file.write_text(file.read_text().replace(CODE_HERE, OTHER_CODE))
+    resumed = f"headcount resume {run.path} --allow-other-code"
+    for command, way in (
+        (False, "new=True starts another run"),
+        (True, f"headcount rm {run.path}, and the same command measures it anew"),
+    ):
+        # `calibrate` and exports scan in a process that is a command.
+        monkeypatch.setattr(api, "is_a_command", lambda answer=command: answer)
+        line = refused(RunError, headcount.scan, fields, sequences=4, name="traced", quiet=True)
+        assert resumed in line
+        assert line.endswith(f"; {way}")
+    printed(*resumed.split()[1:], "--set", "sequences=4", "--replicas", "0")
+    with headcount.scan(fields, sequences=6, name="traced", quiet=True) as opened:
+        assert opened.sql("SELECT count(DISTINCT sequence) FROM heads").rows() == [(6,)]
 
 
 def test_a_run_continues_with_other_code_only_if_that_is_allowed(
