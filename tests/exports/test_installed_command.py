@@ -159,7 +159,7 @@ def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "options", "beside", "has_mark"), [
     ("swa-layers", ["--window", "5"], "confirmation", True),
-    ("hybrid-heads", ["--window", "5"], "confirmation", True),
+    ("hybrid-heads", ["--window", "5", "--heads", "1"], "confirmation", True),
     ("headkv", ["--score", "effect", "--recent", "5"], "calibration", True),
     ("headkv", ["--score", "effect", "--recent", "5", "--only-scores", "true"], "calibration",
      False),
@@ -169,7 +169,7 @@ def test_what_confirms_a_list_goes_on_where_it_was(
 ):
     """Ctrl-C while losses are measured under interventions, and the same command again."""
     words = ["export", name, "-o", "list", *options, "runs", "--model", MODEL]
-    words += ["--set", "n_ctx=64", "--set", "sequences=16", "--set", "sequences_per_shard=1"]
+    words += ["--set", "n_ctx=64", "--set", "sequences=8", "--set", "sequences_per_shard=1"]
     process = begun(tmp_path, *words)
     deadline = time.monotonic() + 300
     committed: dict[Path, int] = {}
@@ -200,7 +200,7 @@ def test_what_confirms_a_list_goes_on_where_it_was(
     content = last_object(tmp_path / "list")
     assert "unfinished" not in content.get("headcount", {})
     if name != "headkv":
-        assert content["joint"]["documents"] == 8
+        assert content["joint"]["documents"] == 4
     elif has_mark:
         (row, *_) = content["headcount"]["calibration"]["effect_window_4_5"]
         assert row["heads"] > 0
