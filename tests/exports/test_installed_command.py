@@ -17,7 +17,7 @@ import pytest
 
 from headcount.exports.registry import export_formats
 from tests import ROOT
-from tests.tools.processes import DIES_WITH_ITS_PARENT
+from tests.tools.processes import Command
 
 MODEL = "bundled:needle-mini"
 SIZES = ("--set", "n_ctx=48", "--set", "sequences=8")
@@ -104,16 +104,10 @@ def test_no_format_needs_pandas(tmp_path: Path, without_pandas: dict[str, str]):
 # A check takes long, may be stopped, and goes on
 
 
-def begun(directory: Path, *words: str) -> subprocess.Popen[bytes]:
+def begun(directory: Path, *words: str) -> Command:
     """An export that has begun, and keeps what it measures at once: it would be done in seconds."""
-    main = (
-        "from headcount.exports import confirmation; confirmation.SAVED_SECONDS = 0.0; "
-        "import torch; torch.set_num_threads(1); " + MAIN
-    )
-    return subprocess.Popen(
-        [*DIES_WITH_ITS_PARENT, sys.executable, "-c", main, *words], cwd=directory,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    constants = {"headcount.exports.confirmation.SAVED_SECONDS": 0.0}
+    return Command(*words, environment=os.environ, directory=directory, constants=constants)
 
 
 def facts(directory: Path) -> dict[str, object]:
@@ -133,7 +127,7 @@ def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int
         if (tmp_path / "duo/config.json").is_file():
             answers = facts(tmp_path).get("check", {}).get("answers", {})  # pyright: ignore
     process.send_signal(stop)
-    _, stderr = process.communicate()
+    stopped_code, _, stderr = process.ended()
     # The list is whole, and says that it is not confirmed.
     assert np.loadtxt(tmp_path / "duo/full_attention_heads.tsv").shape == (3, 4)
     stopped = facts(tmp_path)
@@ -141,11 +135,11 @@ def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int
     known: dict[str, float] = stopped["check"]["answers"]  # pyright: ignore
     assert known.items() >= answers.items()
     if stop != signal.SIGKILL:
-        assert b"stopped; the same command continues the export where it stopped" in stderr
-        assert process.returncode == 128 + stop
+        assert "stopped; the same command continues the export where it stopped" in stderr
+        assert stopped_code == 128 + stop
     # Not all is measured, and how much it would be was said.
-    assert b"check: at most 2,584 passes of 48 tokens, about " in stderr
-    assert b"step 3 of 5: what the model can do with its whole cache" in stderr
+    assert "check: at most 2,584 passes of 48 tokens, about " in stderr
+    assert "step 3 of 5: what the model can do with its whole cache" in stderr
 
     # Another command must not replace it, and the same one needs no word more.
     other = headcount(
@@ -153,20 +147,19 @@ def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int
         directory=tmp_path,
     )  # fmt: skip
     assert "is there already; choose another name, or say --replace" in other.stderr
-    process = begun(tmp_path, *words)
-    stdout, stderr = process.communicate(timeout=600)
-    assert process.returncode == 0, stderr
+    code, stdout, stderr = begun(tmp_path, *words).ended(600)
+    assert code == 0, stderr
     finished = facts(tmp_path)
     assert "unfinished" not in finished
     assert finished["check"]["answers"].items() >= known.items()  # pyright: ignore
     assert finished["check"]["table"][0]["kept_whole"] == "every head"  # pyright: ignore
-    assert b"chosen heads: within" in stdout or b"chosen heads: not within" in stdout
+    assert "chosen heads: within" in stdout or "chosen heads: not within" in stdout
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "options", "beside", "has_mark"), [
     ("swa-layers", ["--window", "5"], "confirmation", True),
-    ("hybrid-heads", ["--window", "5"], "confirmation", True),
+    ("hybrid-heads", ["--window", "5", "--heads", "1"], "confirmation", True),
     ("headkv", ["--score", "effect", "--recent", "5"], "calibration", True),
     ("headkv", ["--score", "effect", "--recent", "5", "--only-scores", "true"], "calibration",
      False),
@@ -176,7 +169,7 @@ def test_what_confirms_a_list_goes_on_where_it_was(
 ):
     """Ctrl-C while losses are measured under interventions, and the same command again."""
     words = ["export", name, "-o", "list", *options, "runs", "--model", MODEL]
-    words += ["--set", "n_ctx=64", "--set", "sequences=16", "--set", "sequences_per_shard=1"]
+    words += ["--set", "n_ctx=64", "--set", "sequences=8", "--set", "sequences_per_shard=1"]
     process = begun(tmp_path, *words)
     deadline = time.monotonic() + 300
     committed: dict[Path, int] = {}
@@ -192,23 +185,22 @@ def test_what_confirms_a_list_goes_on_where_it_was(
         time.sleep(0.02)
         committed = commits()
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate()
-    assert process.returncode == 128 + signal.SIGINT, stderr
-    assert b"stopped; the same command continues the export where it stopped" in stderr
+    code, _, stderr = process.ended()
+    assert code == 128 + signal.SIGINT, stderr
+    assert "stopped; the same command continues the export where it stopped" in stderr
     # Whoever finds a file can see that it is not confirmed.
     assert (tmp_path / "list").exists() == has_mark
     if has_mark:
-        assert b"list: written; it awaits: " in stderr
+        assert "list: written; it awaits: " in stderr
         assert last_object(tmp_path / "list")["headcount"]["unfinished"]
     committed = commits()
-    process = begun(tmp_path, *words)
-    _, stderr = process.communicate(timeout=600)
-    assert process.returncode == 0, stderr
+    code, _, stderr = begun(tmp_path, *words).ended(600)
+    assert code == 0, stderr
     assert committed.items() < commits().items()
     content = last_object(tmp_path / "list")
     assert "unfinished" not in content.get("headcount", {})
     if name != "headkv":
-        assert content["joint"]["documents"] == 8
+        assert content["joint"]["documents"] == 4
     elif has_mark:
         (row, *_) = content["headcount"]["calibration"]["effect_window_4_5"]
         assert row["heads"] > 0
