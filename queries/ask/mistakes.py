@@ -10,6 +10,7 @@ from headcount.queries.open.column_facts import views_read
 from headcount.queries.open.connection import OPENED, make_views, view_descriptions
 from headcount.queries.open.shipped_views import base_names, unmeasured_statistic, way_to
 from headcount.schemas.errors import QueryError, printable, unknown_among
+from headcount.schemas.scans.kinds import TABLES
 
 PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
 """How DuckDB's messages end that know a place in the SQL."""
@@ -119,10 +120,12 @@ def _what_is_missing(message: str, connection: duckdb.DuckDBPyConnection, sql: s
         names = [name for (name,) in rows]
         return unknown_among("statistic", statistic, names, "SELECT name FROM statistics")
     column = MISSING_COLUMN.search(message)
-    return column and _why_no_column(column[1], connection, sql)
+    return column and _why_no_column(column[1], message, connection, sql)
 
 
-def _why_no_column(column: str, connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
+def _why_no_column(
+    column: str, message: str, connection: duckdb.DuckDBPyConnection, sql: str
+) -> str | None:
     """Why there is no such column: another view has it, no run measured it, or it is misspelt."""
     read = views_read(connection, sql)
     make_views(connection)
@@ -134,8 +137,12 @@ def _why_no_column(column: str, connection: duckdb.DuckDBPyConnection, sql: str)
     if owners:
         return _is_elsewhere(column, owners, [view for view in read if view in views], views)
     known = {name for _, name in rows}
-    if (remedy := way_to(column)) and not base_names(column) & known:
+    # What is measured stands in tables; views have names of their own.
+    measured = {name for view, name in rows if view in TABLES}
+    if (remedy := way_to(column)) and not base_names(column) & measured:
         return f"column {column!r} was not measured in these runs{remedy}"
+    if not read and "Candidate bindings" in message:
+        return None  # DuckDB knows the columns of a subquery.
     of_query = [name for view in read for name in views.get(view, [])]
     listing = f"DESCRIBE {read[0]}" if read else "FROM duckdb_columns()"
     return unknown_among("column", column, {*of_query} or known, listing)

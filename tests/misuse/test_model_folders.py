@@ -252,6 +252,26 @@ def test_an_index_that_names_no_files_is_told(adapted: Path, command: Command, p
     assert command("plan", scan_file(folder)) == (2, [f"error: base/{index.name}: {told}"])
 
 
+@pytest.mark.parametrize("name", ["../base/w", "/etc/passwd", "sub/w", "..", "./w"])
+def test_weights_elsewhere_than_beside_the_file_that_names_them_are_refused(
+    adapted: Path, command: Command, name: str
+) -> None:
+    folder = copy(adapted, "base")
+    # The link leads where only the driver may read; checks of the directory do not see it.
+    Path(folder, "sub").mkdir()
+    Path(folder, "sub", "w").symlink_to(Path(folder, "model.safetensors").absolute())
+    config = Path(folder, "config.json")
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"transformers_weights": name}))
+    told = f"names {name!r}, expected files beside it"
+    assert command("plan", scan_file(folder)) == (2, [f"error: base/config.json: {told}"])
+    config.write_text(json.dumps(fields))
+    Path(folder, "model.safetensors").unlink()
+    index = Path(folder, "model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    assert command("plan", scan_file(folder)) == (2, [f"error: base/{index.name}: {told}"])
+
+
 # A Hub
 
 

@@ -372,7 +372,7 @@ def test_a_store_of_another_version_is_refused(corpus: Corpus, change: dict[str,
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     told = refused(RunError, corpus.store.create)
     assert re.search(
-        r"store.json: not the description of a token store \(.*bring back a copy, or choose another",
+        r"store.json: not the description of a token store \(.*bring back a copy",
         told,
     )
 

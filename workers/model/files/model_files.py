@@ -87,6 +87,7 @@ def _weight_names(path: Path, names: list[str], layout: str) -> list[str]:
     # A rare field, which transformers puts before the usual names.
     named = read_object(path / CONFIG).get("transformers_weights")
     if isinstance(named, str):
+        _check_beside([named], path / CONFIG)
         return indexed_names(path / named) if named.endswith(".json") else [named]
     for file, index in (SAFETENSORS, PICKLED):
         if file in names:
@@ -119,9 +120,15 @@ def indexed_names(index: Path) -> list[str]:
     names = sorted({file for file in files if isinstance(file, str)})
     if not names or not all(isinstance(file, str) for file in files):
         raise ModelError(f"{index}: expected weight_map, a file for each tensor; fetch it again")
-    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-        raise ModelError(f"{index}: names {outside[0]!r}, expected files beside it")
+    _check_beside(names, index)
     return names
+
+
+def _check_beside(names: Iterable[str], file: Path) -> None:
+    """Refuse names in a file that lead elsewhere: only what lies beside it is a model's."""
+    for name in names:
+        if name in (".", "..") or Path(name).name != name:
+            raise ModelError(f"{file}: names {name!r}, expected files beside it")
 
 
 def first_match(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
