@@ -24,8 +24,6 @@ from headcount.jobs.commands.options import (
 )
 from headcount.jobs.console import say
 from headcount.schemas.errors import RunError, ScanError, counted, unknown
-from headcount.schemas.files.places import check_directory
-from headcount.schemas.registry import check_docstrings
 
 if TYPE_CHECKING:
     from headcount.reproduce.replication import Replication
@@ -118,6 +116,8 @@ def reproduce(
     if none fails but something was skipped that fits the model.
     """
     from headcount.reproduce.replication import find_replications, replications
+    from headcount.schemas.files.places import check_directory
+    from headcount.schemas.registry import check_docstrings
 
     if listed:
         _print_replications(replications())

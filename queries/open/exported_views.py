@@ -1,5 +1,6 @@
 """A DuckDB file that holds the views of runs and none of their rows, for dashboards."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -14,9 +15,10 @@ from headcount.queries.open.connection import (
     damage_lines,
     make_described_views,
 )
-from headcount.queries.open.run import read_runs
+from headcount.queries.open.run import Run, read_runs
 from headcount.queries.open.shipped_views import ShippedViews
 from headcount.schemas.errors import QueryError, counted
+from headcount.schemas.files.damage import Damage, committed_files, size_problem
 from headcount.schemas.files.places import place
 
 OLDEST_READER = "v1.4.0"
@@ -54,6 +56,22 @@ COUNTS = """
 """Views, queries with parameters, shards that are done, and shards in all."""
 
 
+def _without_cut_files(run: Run) -> Run:
+    """The run without what has another size on a disk: who reads the views later compares nothing.
+
+    Reading all files would take as long as a query. Those of a store were listed with their sizes.
+    """
+    home = run.directory.path
+    if not isinstance(home, Path):
+        return run
+    cut = [
+        Damage(file.path, file.shards, why)
+        for file in committed_files(run.done)
+        if (why := size_problem(home, file)) is not None
+    ]
+    return replace(run, damaged=[*run.damaged, *cut]) if cut else run
+
+
 def write_views(runs_path: str, output: Path, code: str | None = None) -> tuple[str, list[str]]:
     """Write the views of runs into a DuckDB file that appears whole; returns lines about it."""
     # It replaces an older one, which should be no other file.
@@ -63,9 +81,11 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> tuple[
     where = place(runs_path)
     absolute = where.resolve() if isinstance(where, Path) else where
     runs, unreadable = read_runs(absolute, code)
-    # Damage is found by the sizes of files. Reading them all would take as long as a query.
     opened = OpenedRuns(
-        runs, [str(why) for why in unreadable], print, ShippedViews(read_queries(QUERIES))
+        [_without_cut_files(run) for run in runs],
+        [str(why) for why in unreadable],
+        print,
+        ShippedViews(read_queries(QUERIES)),
     )
     with appearing(output) as partial:
         # Of a command with the same process number that was killed. DuckDB would go on with it.

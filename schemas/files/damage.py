@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -254,6 +255,15 @@ def problem(
         return f"cannot be read ({reason(error)})"
     except (ValueError, pa.ArrowException) as error:
         return f"cannot be read ({reason(error)})"
+
+
+def size_problem(home: Path, file: CommittedFile) -> str | None:
+    """What is wrong with the size of a committed file on a disk, whose content is not read."""
+    try:
+        size = (home / file.path).stat().st_size
+    except FileNotFoundError:
+        size = GONE
+    return None if size == file.bytes else _size_problem(size, file.bytes)
 
 
 def _column_problem(footer: pq.FileMetaData) -> str | None:

@@ -56,7 +56,8 @@ ONLY_IN = {
         "jobs/run/dispatch.py", "jobs/run/preemption.py", "jobs/run/replica_actor.py",
         "jobs/upkeep/merge_workers.py", "jobs/upkeep/metrics.py",
         "jobs/corpus/preparation.py",
-        "jobs/cluster/ray_cluster.py", "jobs/cluster/submission.py",
+        "jobs/cluster/kubernetes_job.py", "jobs/cluster/ray_cluster.py",
+        "jobs/cluster/submission.py",
     ),
     "pyiceberg": ("exports/formats/iceberg.py", "exports/held_files.py"),
     "safetensors": (

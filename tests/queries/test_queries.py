@@ -275,18 +275,19 @@ def test_only_whole_committed_files_count(tmp_path: Path, capfd: Any) -> None:
         ("missing", None),
     ]
     damage = (
-        f"run a-1: shard 1: {why} and is left out of every view; so are 1 more files. "
+        "run a-1: shard 2: sequences/intervention=none/shard-000002.parquet is gone and is left "
+        "out of every view; so are 1 more files. "
         f"headcount resume {run.path} --verify measures it anew"
     )
     assert database.damage() == [damage]
-    # A library prints nothing. A command prints the damage once.
+    # A library prints nothing. A command prints what is gone, and what else it finds as it reads.
     assert capfd.readouterr() == ("", "")
-    told = [f"warning: {damage}"]
+    told = [f"warning: {line}" for line in (damage.replace("; so are 1 more files", ""), damage)]
     of_answer = "note: run a-1 is not complete: 1 of 5 shards are in"
     # An answer also says how much of the run it is about.
     for words, lines in (
         (["report", str(tmp_path), "-o", str(tmp_path / "report.html")], told),
-        (["query", str(tmp_path), "runs"], [*told, of_answer]),
+        (["query", str(tmp_path), "SELECT count(*) FROM heads"], [*told, of_answer]),
     ):
         result = CliRunner().invoke(commands, words, catch_exceptions=False)
         assert result.stderr.splitlines() == lines
