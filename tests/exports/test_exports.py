@@ -263,7 +263,7 @@ def test_one_command_goes_from_a_model_to_the_file_and_tries_it_out(
     directories = sorted(Path("runs").iterdir())
     before = [(path / "manifest.json").stat().st_mtime_ns for path in directories]
     assert len(before) == 2
-    output = run(*words, "--replace", "--check", "--check-sequences", 16)
+    output = run(*words, "--replace", "--check", "--check-sequences", 4)
     found = re.search(r"number of heads: with (\d+) of 12 nothing is lost on other seq", output)
     assert found
     kept = int(found[1])
