@@ -67,7 +67,7 @@ def test_overrides_reach_into_tables_and_the_last_one_counts(scan_file: Path):
 def test_the_key_of_an_override_is_read_as_toml(
     scan_file: Path, override: str, names: list[str], value: object
 ):
-    expected = value
+    expected: Any = value
     for name in reversed(names[1:]):
         expected = {name: expected}
     assert load_scan(scan_file, [override]).input.options["where"] == expected["where"]

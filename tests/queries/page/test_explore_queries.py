@@ -243,7 +243,18 @@ class Oracle:
             for layer, head, *numbers in self.files.execute(sql).fetchall():
                 for array, number in zip(arrays, numbers, strict=True):
                     array[place, layer, head] = number
-        return tuple(arrays)
+        return *arrays, self.percentiles(arrays[0])
+
+    @staticmethod
+    def percentiles(means: np.ndarray) -> np.ndarray:
+        """Percent of the other heads with a smaller mean."""
+        percents = np.full(means.shape, math.nan)
+        for of_heads, own in zip(means.astype(np.float32), percents, strict=True):
+            others = of_heads[~np.isnan(of_heads)]
+            for place in np.argwhere(~np.isnan(of_heads)) if len(others) > 1 else ():
+                smaller = np.count_nonzero(others < of_heads[tuple(place)])
+                own[tuple(place)] = 100 * smaller / (len(others) - 1)
+        return percents
 
     def histograms(self) -> tuple[Any, ...]:
         names = self.asked["statistics"]

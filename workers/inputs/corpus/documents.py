@@ -657,7 +657,8 @@ def document_of(record: Record, reading: Reading) -> Document:
     if len(text) > LARGEST_RECORD // 4 and len(text.encode()) > LARGEST_RECORD:
         return Document(row, problem=TOO_LARGE)
     # `meta` is parsed once here rather than by every look-up below.
-    fields = fields | {"meta": _parse_embedded_json(fields.get("meta"))}
+    if "meta" in fields:
+        fields = fields | {"meta": _parse_embedded_json(fields["meta"])}
     part = field_of(fields, PART)
     try:
         found = (field_of(fields, field) for field in reading.fields)
