@@ -198,8 +198,8 @@ def test_a_model_with_these_heads_behind_a_window_loses_what_the_file_says(home:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("words", "message"), [
-    ("swa-layers --layers 4", "--layers 4: expected 1 to 3, as many as run export-swa-layers"),
-    ("swa-layers --sequences 3", "expected 4 documents or more in its first 3 sequences"),
+    ("swa-layers --layers 4", "--layers 4: expected 1 to 3, as many as qwen3 has"),
+    ("swa-layers --sequences 3", "3 sequences measured: expected 4 documents or more"),
     ("hybrid-heads --sink 1 --heads 7", "--heads 7: expected 1 to 6"),
 ])  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(words: str, message: str, home: Path):

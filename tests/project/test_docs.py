@@ -262,11 +262,12 @@ def test_each_folder_of_the_house_says_what_it_is_for() -> None:
     assert [name for name in folders if not (ROOT / name / "README.md").is_file()] == []
 
 
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def contributing() -> str:
+    return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def test_the_commands_of_contributing_exist() -> None:
-    lines = "\n".join(code_lines(CONTRIBUTING))
+    lines = "\n".join(code_lines(contributing()))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^make (\w+)", lines, re.MULTILINE))
     assert targets
@@ -278,7 +279,7 @@ def test_the_commands_of_contributing_exist() -> None:
 
 @pytest.mark.long
 def test_the_tests_that_contributing_names_run() -> None:
-    commands = re.findall(r"^\.venv/bin/python (-m pytest [^#\n]+)", CONTRIBUTING, re.MULTILINE)
+    commands = re.findall(r"^\.venv/bin/python (-m pytest [^#\n]+)", contributing(), re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
         words = [sys.executable, *command.split()]

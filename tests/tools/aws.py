@@ -21,7 +21,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 SERVICES = {"s3api": "s3"}
 
 
-PROGRAM = """#!{python} -S
+PROGRAM = """#!/bin/sh
+"exec" "{python}" "-S" "$0" "$@"
 import json, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({socket!r})

@@ -238,7 +238,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     assert re.search(rf"^{name} .* {SHARDS}/{SHARDS} .*SUCCEEDED", listed, re.MULTILINE), listed
     status = json.loads(told("status", path, "--format", "json", *at)[0])
     assert (status["complete"], status["job"]) == (True, "SUCCEEDED")
-    unknown = f"unknown job '{name}0': did you mean '{name}'?"
+    unknown = f"unknown job '{name}0': did you mean '{name}'"
     assert unknown in headcount("logs", f"{name}0", *at).stderr
 
 
