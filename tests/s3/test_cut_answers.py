@@ -142,10 +142,10 @@ def test_a_complete_run_that_misses_a_commit_is_not_answered(store: S3Server, ru
         write_whole(commit, content)
 
 
-@pytest.mark.long
 AT_ONE_BYTE = pytest.mark.xfail(reason="one of 420 cuts of a commit's GET still hides its commit")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where",
     [pytest.param(w, marks=AT_ONE_BYTE if w == "GET of commits" else ()) for w in READS],
