@@ -169,7 +169,9 @@ def plan_run(
             run.refuse_links()
         if previous is not None:
             check_same_identity(run, previous, resolved)
-            if not allow_other_code and _lacks_shards(run, previous, scan):
+            # The commit log may be long. It is read only for code that has no part in the run yet.
+            is_refused_code = not allow_other_code and resolved.code not in previous.codes
+            if is_refused_code and _lacks_shards(run, previous, scan):
                 check_code_of_run(run, previous, resolved.code)
             # The index reaches as far as the run does, even if fewer sequences are asked for.
             sequences.least_sequences = previous.sequences
