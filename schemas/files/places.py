@@ -4,11 +4,11 @@ A store path has the few methods of `pathlib.Path` that we need. A file is writt
 all: a temporary name, fsync and rename on a disk, a single upload in a store.
 
 An answer of a store may be cut anywhere. Of one that is cut inside its headers, pyarrow takes what
-is left for all: an object without a byte, a directory without a name. It repeats a request that is
-cut later. So whatever looks empty, short or broken is read again before it is believed, and in the
-end is an error of the store:
+is left for all: an object without a byte, a directory without a name, bytes that never came. It
+repeats a request that is cut later. So whatever looks empty, short or broken is read again before
+it is believed, and in the end is an error of the store:
 
-* the size of an object: `StorePath.open`; its bytes, against that size: `_Object`;
+* the size of an object: `StorePath.open_content`; its bytes: `read_at`;
 * what a small object says: `read_as`;
 * the names in a directory: `listed`, of which an empty one is looked for in the directory above.
 """
@@ -76,6 +76,8 @@ READINGS = 3  # times that a store is read before it is believed that something 
 PAGE = 1000  # names that pyarrow asks for in one request
 
 REQUEST_BYTES = 4 << 20  # bytes of a request for a part of an object: each waits 20 to 100 ms
+
+MARK_BYTES = 16  # that stand in the memory before a store's answer is read into it
 
 NOT_WHOLE = "the store gave no whole answer to {} requests; bring it or the network up"
 
@@ -233,9 +235,14 @@ def read_at(content: Any, size: int, position: int, where: StorePath) -> bytes: 
     """So many bytes of pyarrow's file at a position; raises OSError if they do not all come."""
     try:
         for _ in range(READINGS if size else 0):
-            read: bytes = content.read_at(size, position)
-            if len(read) == size:
-                return read
+            # Of an answer without a body pyarrow says that all bytes came, and gives whatever lay
+            # in the memory. So that begins with a mark, which then is still there.
+            buffer = bytearray(size)
+            mark = os.urandom(min(size, MARK_BYTES))
+            buffer[: len(mark)] = mark
+            content.seek(position)
+            if content.readinto(buffer) == size and buffer[: len(mark)] != mark:
+                return bytes(buffer)
     except OSError as error:
         # Somebody deleted it after it was opened.
         if re.search("NO_SUCH_KEY|RESOURCE_NOT_FOUND", str(error)):
