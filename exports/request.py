@@ -45,7 +45,6 @@ class ExportRequest:
 
     def made(self, runs: str | None, overrides: list[str]) -> tuple[Exported, ExportSource, int]:
         """Measure and write it: what was made, of what, and its size in bytes."""
-
         needs = self.export.needs(self.options)
         calibrates = needs.calibrated and self.model is not None
         total = 2 * self.export.measures + calibrates
@@ -83,7 +82,6 @@ class ExportRequest:
         self, source: ExportSource, setting: Setting, runs: str, steps: Steps, calibrates: bool
     ) -> tuple[Exported, ExportSource, int]:
         """Write the list, then measure what confirms it, and write that into the file."""
-
         awaited = [CALIBRATION] * calibrates + [CONFIRMATION] * self.export.measures
         awaited += [CHECK] * (self.check_sequences is not None)
 
@@ -142,7 +140,6 @@ class ExportRequest:
 
     def _facts_of_before(self, source: ExportSource) -> dict[str, Any]:
         """What the file that is there says of itself, if it is this export of this run."""
-
         facts = facts_of(self.export, self.destination)
         of_this = facts.get("run_id") == source.run_id
         if is_begun(self.export, self.destination, self.options) and not (of_this or self.replace):
@@ -172,12 +169,16 @@ class ExportRequest:
         """Measure what is needed; returns where its run lies, the baseline's run, opened, and what
         was known of it before.
         """
+        from rich.console import Console
+
+        from headcount.jobs.run.progress import waiting
 
         name = f"export-{self.export.name}"
         # All scans are checked before the first begins.
-        scans = {name: scan_for(needs, fields, overrides)}
-        if needs.baseline is not None:
-            scans[f"{name}-baseline"] = scan_for(needs.baseline, fields, overrides)
+        with waiting(Console(stderr=True, highlight=False), "planning"):
+            scans = {name: scan_for(needs, fields, overrides)}
+            if needs.baseline is not None:
+                scans[f"{name}-baseline"] = scan_for(needs.baseline, fields, overrides)
         _, scan, info = scans[name]
         setting = setting_of_scan(scan, info, self.destination)
         check_setting(self.export, self.options, setting)

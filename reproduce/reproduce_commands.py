@@ -132,29 +132,36 @@ def reproduce(
     # A place that cannot be is one mistake, and not a reason to skip every replication.
     check_directory("--out", out)
     # These import torch, which takes seconds: a mistake above is answered without it.
-    from headcount.jobs.resources import Resources
-    from headcount.jobs.run.progress import WholeProgress
-    from headcount.reproduce.replication_runs import check_overrides, describe_model, measure_runs
-    from headcount.reproduce.reproduction import Attempt
-    from headcount.workers.model.files.known_models import KnownModels
-    from headcount.workers.process import prepare_process
+    from headcount.jobs.run.progress import WholeProgress, waiting
+
+    console = Console(highlight=False, stderr=True)
+    with waiting(console, "starting"):
+        from headcount.jobs.resources import Resources
+        from headcount.reproduce.replication_runs import (
+            check_overrides,
+            describe_model,
+            measure_runs,
+        )
+        from headcount.reproduce.reproduction import Attempt
+        from headcount.workers.model.files.known_models import KnownModels
+        from headcount.workers.process import prepare_process
 
     prepare_process()
     check_overrides([*selection.values()], overrides or [])
     resources = Resources(replicas, cores, device, address)
     resources.check_here()
-    console = Console(highlight=False, stderr=True)
     models = KnownModels()
-    if model is not None:
-        # A model that is not there is one mistake, and not a reason to skip every replication.
-        describe_model(model, overrides or [], models)
-    # What cannot be measured is said before anything is.
     attempts: list[Attempt] = []
-    for name, replication in selection.items():
-        measured = model or replication.bundled_model
-        attempt = Attempt(name, replication, measured, text_by_replication.get(name))
-        attempt.plan(out, overrides or [], models, console, every and model is not None)
-        attempts.append(attempt)
+    with waiting(console, "planning"):
+        if model is not None:
+            # A model that is not there is one mistake, and not a reason to skip every replication.
+            describe_model(model, overrides or [], models)
+        # What cannot be measured is said before anything is.
+        for name, replication in selection.items():
+            measured = model or replication.bundled_model
+            attempt = Attempt(name, replication, measured, text_by_replication.get(name))
+            attempt.plan(out, overrides or [], models, console, every and model is not None)
+            attempts.append(attempt)
     _write_results(attempts, file)
     all_runs = WholeProgress(sum(attempt.tokens_to_measure for attempt in attempts))
     for attempt in attempts:

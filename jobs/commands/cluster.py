@@ -354,11 +354,15 @@ def resume(
 
     It continues here, or as a job of a cluster. The scan file is not needed.
     """
-    from headcount.jobs.plan.plan import check_overrides
-    from headcount.jobs.resources import Resources
+    from headcount.jobs.run.progress import waiting
 
+    console = Console(highlight=False, stderr=True)
     directory = run_directory(run, runs)
-    resources = Resources.asked_for(replicas, cores, device, address)
+    with waiting(console, "starting"):
+        from headcount.jobs.plan.plan import check_overrides
+        from headcount.jobs.resources import Resources
+
+        resources = Resources.asked_for(replicas, cores, device, address)
     if address is not None:
         from headcount.jobs.cluster.submission import JobClient, has_begun, options
 
@@ -385,16 +389,15 @@ def resume(
             "--env: expected with --address only; a run that continues here has this machine's "
             "variables"
         )
-    from headcount.jobs.corpus.preparation import Preparation
-    from headcount.jobs.plan.plan import replan, where_begun
-    from headcount.jobs.run.loop import refuse_failures, run_to_end
-    from headcount.jobs.run.progress import waiting
-    from headcount.jobs.upkeep import phases
-    from headcount.workers.process import prepare_process
+    with waiting(console, "starting"):
+        from headcount.jobs.corpus.preparation import Preparation
+        from headcount.jobs.plan.plan import replan, where_begun
+        from headcount.jobs.run.loop import refuse_failures, run_to_end
+        from headcount.jobs.upkeep import phases
+        from headcount.workers.process import prepare_process
 
     prepare_process()
     resources.check_here()
-    console = Console(highlight=False, stderr=True)
     # Relative names of the scan are meant from where the run was begun.
     with phases.taken(), where_begun(directory, overrides or []) as absolute_overrides:
         phases.about(directory)
@@ -431,11 +434,14 @@ def calibrate(
     the first and continues like any other. Views, reports and exports of effects then say how well
     the estimates agree.
     """
-    from headcount.jobs.api import measure_losses_beside
-    from headcount.jobs.plan.calibration import calibration_of
-    from headcount.jobs.resources import Resources
+    from headcount.jobs.run.progress import waiting
 
     directory = run_directory(run, runs)
+    with waiting(Console(highlight=False, stderr=True), "starting"):
+        from headcount.jobs.api import measure_losses_beside
+        from headcount.jobs.plan.calibration import calibration_of
+        from headcount.jobs.resources import Resources
+
     resources = Resources.asked_for(replicas, cores, device, address)
     fields = calibration_of(directory, heads, sequences, seed)
     path = measure_losses_beside(directory, fields, "calibration", resources)

@@ -95,15 +95,18 @@ def plan(
     # A mistake in the scan file shows before the seconds that the imports below take.
     scans = without_duplicates(scans_of(scan_file, overrides or ()), skip_duplicates)
     parsed_scan = scans[0].scan
-    from headcount.jobs.plan.cost import Rehearsal, threads_of
-    from headcount.jobs.plan.identity import begun_precisions, find_run
-    from headcount.jobs.plan.plan import check_directories, plan_run
-    from headcount.jobs.plan.resolved_scan import resolve
-    from headcount.jobs.resources import Resources
     from headcount.jobs.run.progress import waiting
     from headcount.schemas.files.run_directory import RunDirectory
-    from headcount.workers.interventions.settlement import check_begun
-    from headcount.workers.process import prepare_process
+
+    console, progress_console = Console(highlight=False), Console(highlight=False, stderr=True)
+    with waiting(progress_console, "starting"):
+        from headcount.jobs.plan.cost import Rehearsal, threads_of
+        from headcount.jobs.plan.identity import begun_precisions, find_run
+        from headcount.jobs.plan.plan import check_directories, plan_run
+        from headcount.jobs.plan.resolved_scan import resolve
+        from headcount.jobs.resources import Resources
+        from headcount.workers.interventions.settlement import check_begun
+        from headcount.workers.process import prepare_process
 
     if replicas is None:
         # A GPU that is named may be one of a cluster, which this machine only plans for.
@@ -111,11 +114,10 @@ def plan(
     # As many threads as one replica of the scan would have, or the cost would be another one.
     prepare_process(threads_of(device, replicas))
     check_directories(parsed_scan)
-    resolved = resolve(parsed_scan)
-    first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
-    run, alike = find_run(resolved, first_run, new)
-    console, progress_console = Console(highlight=False), Console(highlight=False, stderr=True)
-    with waiting(progress_console, "loading the model"):
+    with waiting(progress_console, "planning"):
+        resolved = resolve(parsed_scan)
+        first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
+        run, alike = find_run(resolved, first_run, new)
         # A scan that cannot run is refused before any text is tokenised.
         rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
         if run.manifest_file.is_file():

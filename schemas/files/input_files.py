@@ -65,7 +65,7 @@ def check_regular(path: str, mode: int) -> None:
         raise ScanError(f"{printable(path)}: is {kind}; expected a file")
 
 
-def check_directory(directory: Path) -> None:
+def check_input_directory(directory: Path) -> None:
     """Refuse a directory of inputs, such as a model's, by where it and its files really lie."""
     check_real_path(str(directory), os.path.realpath(directory))
     # Whoever reads a directory that does not list its files says so.

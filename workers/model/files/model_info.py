@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headcount.schemas.errors import ModelError, unknown
-from headcount.schemas.files.input_files import check_directory
+from headcount.schemas.files.input_files import check_input_directory
 from headcount.schemas.files.places import reason
 from headcount.workers.model.files.bundled_models import BUNDLED, BUNDLED_MODELS
 from headcount.workers.model.files.model_files import (
@@ -131,7 +131,7 @@ def local_directory(spec: str, revision: str | None = None) -> Path | None:
             raise ModelError(f"model: {unknown('bundled model', name, BUNDLED)}")
         return directory
     if local.is_dir():
-        check_directory(local)
+        check_input_directory(local)
         return local
     # A name on the Hub is OWNER/NAME, so this was meant as a path.
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
