@@ -17,20 +17,20 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from headcount.schemas.formulas import evaluate
-from headcount.schemas.scans.measured_heads import find_heads
+from headcount.schemas.measured_heads import find_heads
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_engine import FusedEngine
-from headcount.workers.engine.gradient_engine import GradientEngine
 from headcount.workers.engine.number_formats import HALVES, linears_in
 from headcount.workers.engine.prediction_inputs import CHUNK_BYTES
 from headcount.workers.engine.token_pairs import find_matches
+from headcount.workers.gradients.gradient_engine import GradientEngine
 from headcount.workers.measurements.batch import Requested, collect, launch
 from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import describe
+from headcount.workers.model.info.model_info import describe
 from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
+from headcount.workers.model.loading import load_model
 from headcount.workers.model.model import Model, bridge_of
 
 Run = Callable[[Tensor], object]

@@ -27,11 +27,11 @@ from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import REPLICATIONS, Replication, read_toml, replications
 from headcount.reproduce.reproduce_commands import DefaultedGroup
 from headcount.schemas.formulas import Formula
+from headcount.schemas.kinds import KINDS, TABLES
+from headcount.schemas.measured_heads import Head
 from headcount.schemas.registry import REQUIRED, Option, options_of, prose_of
-from headcount.schemas.scans.kinds import KINDS, TABLES
-from headcount.schemas.scans.measured_heads import Head
 from headcount.schemas.scans.scan import Scan
-from headcount.schemas.scans.values import in_toml, range_of
+from headcount.schemas.values import in_toml, range_of
 from headcount.workers.engine.changes import CHANGEABLE_ACTIVATIONS
 from headcount.workers.inputs import INPUTS, InputFamily
 from headcount.workers.inputs.corpus.corpus import choice

@@ -20,8 +20,8 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.commands.query import tell_user
 from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import QueryError, counted
-from headcount.schemas.files.places import absolute
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import absolute
 
 if TYPE_CHECKING:
     from headcount.workers.head_check import HeadTrial
@@ -203,8 +203,8 @@ def _what_was_read(
 def layer_types_problem(source: ExportSource) -> str | None:
     """Why transformers takes no windows of single layers for the model; None if it does."""
     from headcount.jobs.plan.plan import where_begun
-    from headcount.workers.model.files import layer_types
-    from headcount.workers.model.files.model_info import find_model
+    from headcount.workers.model.info import layer_types
+    from headcount.workers.model.info.model_info import find_model
 
     manifest = source.opened.manifest
     if manifest.model["layout"] != "huggingface":

@@ -14,7 +14,7 @@ from typing import Any
 from headcount.exports.registry import ExportFormat, Options
 from headcount.exports.source import UNFINISHED
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.places import Place, absolute, explained, names, reason, write_whole
+from headcount.schemas.places import Place, absolute, explained, names, reason, write_whole
 from headcount.schemas.scans.scan import LONGEST_FILE_NAME
 
 LONGEST_MARK = len("..01234567.part")  # what is put around the name of a file until it is whole

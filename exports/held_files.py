@@ -8,7 +8,7 @@ from pathlib import Path
 from pyarrow.fs import LocalFileSystem
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
-from headcount.schemas.files.places import Place, StorePath, place
+from headcount.schemas.places import Place, StorePath, place
 
 
 class HeldFiles(PyArrowFileIO):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from headcount.exports.registry import BUNDLED_TEXT, ExportFormat, Needs, Options, Setting
 from headcount.exports.source import column_of
 from headcount.schemas.errors import ModelError, QueryError, counted
-from headcount.schemas.files.places import Place, absolute
+from headcount.schemas.places import Place, absolute
 from headcount.schemas.scans.scan import Scan, override_fields, parse_scan
 
 if TYPE_CHECKING:
-    from headcount.workers.model.files.model_info import ModelInfo
+    from headcount.workers.model.info.model_info import ModelInfo
 
 
 def check_libraries(export: ExportFormat) -> None:
@@ -53,7 +53,7 @@ def scan_for(
 
     All that a scan can be refused for is refused now, without a pass of the model.
     """
-    from headcount.workers.model.files.model_info import describe, find_model
+    from headcount.workers.model.info.model_info import describe, find_model
 
     keys = {override.partition("=")[0].strip() for override in overrides}
     # A model that is named twice is the last one.

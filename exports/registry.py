@@ -18,12 +18,12 @@ from pydantic import Field
 from headcount.exports import formats
 from headcount.exports.certainty import Stability
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.places import Place
+from headcount.schemas.places import Place
 from headcount.schemas.registry import Entry, Registry, import_files, prose_of, read_argument
-from headcount.schemas.scans.values import problem_of
+from headcount.schemas.values import problem_of
 
 if TYPE_CHECKING:
-    from headcount.workers.model.files.model_files import AdapterChoice
+    from headcount.workers.model.info.model_files import AdapterChoice
 
 Options = Mapping[str, Any]  # values of options by name: numbers, texts and truth values
 

@@ -18,8 +18,8 @@ from headcount.exports.source import CALIBRATION, CHECK, CONFIRMATION, ExportSou
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.commands.query import tell_user, warn_of_damage
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.places import Place, absolute
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import Place, absolute
 
 if TYPE_CHECKING:
     from headcount.workers.head_check import HeadTrial

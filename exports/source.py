@@ -29,10 +29,10 @@ from headcount.queries.open.run import Run
 from headcount.queries.report.loss_effects import NOT_CALIBRATED, effects_among
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, counted, unknown
-from headcount.schemas.files.places import Place
-from headcount.schemas.files.tables import uniform_column
-from headcount.schemas.scans.values import in_toml
+from headcount.schemas.places import Place
 from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.tables import uniform_column
+from headcount.schemas.values import in_toml
 
 UNFINISHED = "unfinished"
 """What a file says of itself under this name as long as its list is not confirmed."""

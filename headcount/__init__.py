@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headcount.queries.api import Runs
     from headcount.schemas.errors import HeadcountError as Error
     from headcount.workers.measure_api import measure
-    from headcount.workers.model.files.bundled_models import BUNDLED as bundled
+    from headcount.workers.model.info.bundled_models import BUNDLED as bundled
     from headcount.workers.trainer_callback import MeasureCallback
 
     app: typer.Typer
@@ -50,7 +50,7 @@ NAMES = {
     "open": ("queries.api", "Runs"),
     "scan": ("jobs.api", "run_scan"),
     "measure": ("workers.measure_api", "measure"),
-    "bundled": ("workers.model.files.bundled_models", "BUNDLED"),
+    "bundled": ("workers.model.info.bundled_models", "BUNDLED"),
     "MeasureCallback": ("workers.trainer_callback", "MeasureCallback"),
     "Error": ("schemas.errors", "HeadcountError"),
 }

@@ -61,7 +61,7 @@ def _group(module: str) -> TyperGroup:
 
 
 def _check_on_disk(context: object, parameter: object, value: Any) -> Any:  # noqa: ANN401
-    from headcount.schemas.files.places import check_on_disk
+    from headcount.schemas.places import check_on_disk
 
     for path in value if isinstance(value, list | tuple) else [value]:
         if path is not None:

@@ -24,13 +24,13 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.run.progress import waiting
 from headcount.jobs.upkeep import phases
+from headcount.schemas.arguments import Location, Name, checked
 from headcount.schemas.errors import AnotherRunError, RunError, ScanError, counted, printable
-from headcount.schemas.files.places import Place
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.scans.arguments import Location, Name, checked
+from headcount.schemas.places import Place
 from headcount.schemas.scans.overrides import override_fields
 from headcount.schemas.scans.scan import Scan, load_scan, parse_scan, read_fields
-from headcount.schemas.scans.values import Index, in_toml, shortened
+from headcount.schemas.values import Index, in_toml, shortened
 from headcount.workers.process import prepare_process
 
 

@@ -31,11 +31,11 @@ from headcount.queries.ask.text_tables import value_text
 from headcount.queries.open.connection import MEMORY, OPENED, check_memory, view_descriptions
 from headcount.queries.open.run import read_runs
 from headcount.queries.open.run_memory import RunMemory
+from headcount.schemas.arguments import Location, Name, checked
 from headcount.schemas.errors import QueryError, printable, unknown
-from headcount.schemas.files.places import absolute, check_on_disk
-from headcount.schemas.scans.arguments import Location, Name, checked
-from headcount.schemas.scans.values import Count, Positive
+from headcount.schemas.places import absolute, check_on_disk
 from headcount.schemas.text_columns import in_columns
+from headcount.schemas.values import Count, Positive
 from headcount.workers.run_model import RunModels
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headcount.schemas.errors import CorpusError, ModelError, RunError, counted
-from headcount.schemas.files.places import reason
-from headcount.workers.model.files.model_info import find_model
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.schemas.places import reason
+from headcount.workers.model.info.model_info import find_model
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 
 GPT2, GPT2_TOKENS = "openai-community/gpt2", 50257
 QWEN, QWEN_TOKENS = "Qwen/Qwen2.5-0.5B", 151936

@@ -21,13 +21,13 @@ from headcount.queries.sql_text import text_literal
 from headcount.reproduce.replication import STAND_IN, TEXT, Replication
 from headcount.reproduce.verdicts import has_sizes
 from headcount.schemas.errors import RunError, ScanError, unknown
-from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.kinds import TABLES
+from headcount.schemas.places import place
 from headcount.schemas.scans.overrides import field_of, override_fields, split_override
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.model_info import ModelInfo, find_model
+from headcount.workers.model.info.model_info import ModelInfo, find_model
+from headcount.workers.model.known_models import KnownModels
 
 REPLICATION_FIELDS = ("bundled", "checkpoints", "sizes")
 """What a replication says of a scan beside the fields of a scan."""

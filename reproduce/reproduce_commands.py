@@ -116,7 +116,7 @@ def reproduce(
     if none fails but something was skipped that fits the model.
     """
     from headcount.reproduce.replication import find_replications, replications
-    from headcount.schemas.files.places import check_directory
+    from headcount.schemas.places import check_directory
     from headcount.schemas.registry import check_docstrings
 
     if listed:
@@ -143,7 +143,7 @@ def reproduce(
             measure_runs,
         )
         from headcount.reproduce.reproduction import Attempt
-        from headcount.workers.model.files.known_models import KnownModels
+        from headcount.workers.model.known_models import KnownModels
         from headcount.workers.process import prepare_process
 
     prepare_process()
@@ -359,7 +359,7 @@ def texts(
         build_texts,
         check_published,
     )
-    from headcount.schemas.files.places import write_whole
+    from headcount.schemas.places import write_whole
 
     if name not in RECIPES:
         raise ScanError(unknown("texts", name, RECIPES))

@@ -1,6 +1,6 @@
 """The kinds of formulas, each with its decorator, and what their formulas may read."""
 
-from headcount.schemas.files import tables
+from headcount.schemas import tables
 from headcount.schemas.formulas import Kind
 
 LAYER_VALUES: dict[str, str] = {

@@ -16,15 +16,7 @@ from functools import cached_property
 from typing import Any, Literal, ParamSpec, TypeAlias
 
 from headcount.schemas.errors import ScanError, unknown
-from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.files.tables import (
-    OPTIONAL_PLACES,
-    SEQUENCES,
-    Column,
-    Table,
-    measured_column,
-    measured_uniform,
-)
+from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.registry import (
     HAS_DOCSTRINGS,
@@ -38,8 +30,16 @@ from headcount.schemas.registry import (
     parse_call,
     prose_of,
 )
-from headcount.schemas.scans.values import problem_of
+from headcount.schemas.tables import (
+    OPTIONAL_PLACES,
+    SEQUENCES,
+    Column,
+    Table,
+    measured_column,
+    measured_uniform,
+)
 from headcount.schemas.units import values_of
+from headcount.schemas.values import problem_of
 
 Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
 """The options of a formula with their values, in order: whole numbers and names."""
@@ -176,7 +176,7 @@ class Formula(Entry):
 @dataclass(kw_only=True, eq=False, repr=False)
 class Kind(Registry[Formula]):
     """A kind of measurement: its formulas by column, and where their values go. A formula with
-    options stands here with its defaults. `schemas.scans.kinds.KINDS` lists all kinds.
+    options stands here with its defaults. `schemas.kinds.KINDS` lists all kinds.
     """
 
     field: str  # field of a scan, and of a manifest, that names formulas of this kind

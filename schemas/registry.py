@@ -2,7 +2,7 @@
 
 An entry is a function. Its name is the name, its docstring says what it means, and its keyword-only
 parameters are its options: `*, sink: Index = 4`. The type of an option says which values it may
-have (`schemas.scans.values`); an item of the docstring, "* `sink`: meaning.", says what it means.
+have (`schemas.values`); an item of the docstring, "* `sink`: meaning.", says what it means.
 Whatever a user writes, pages, comments and errors about it are made of these.
 """
 
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pydantic import BaseModel, ValidationError, create_model
 
 from headcount.schemas.errors import HeadcountError, ScanError, unknown
-from headcount.schemas.files.fingerprints import fingerprint
-from headcount.schemas.scans.values import OPTIONS, by_key, in_toml, range_of, wrong_value
+from headcount.schemas.fingerprints import fingerprint
+from headcount.schemas.values import OPTIONS, by_key, in_toml, range_of, wrong_value
 
 Argument: TypeAlias = int | float | str  # a number, or a name
 REQUIRED = inspect.Parameter.empty  # the default of an option that has none

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from headcount.schemas.errors import SilentStoreError
-from headcount.schemas.files.places import (
+from headcount.schemas.places import (
     CONNECT_SECONDS,
     REQUEST_SECONDS,
     Place,

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError, ScanError, counted
+from headcount.schemas.measured_heads import Head
 from headcount.schemas.scans.head_groups import groups_text
 from headcount.schemas.scans.intervention import NONE, Intervention, InterventionPart
-from headcount.schemas.scans.measured_heads import Head
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.prediction_inputs import PredictionInputs, check_unembedding
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_text
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.attention_facts import window_of
-from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.model_files import AdapterChoice
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.model_files import AdapterChoice
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
+from headcount.workers.model.known_models import KnownModels
 from headcount.workers.replica import Replica
 
 MOST_TOKENS = 4096  # of a batch, after which people see how far it is

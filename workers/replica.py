@@ -19,10 +19,9 @@ from headcount.workers.engine.changes import LABELS
 from headcount.workers.engine.dense_engine import DenseEngine
 from headcount.workers.engine.engine import Engine
 from headcount.workers.engine.fused_engine import FusedEngine
-from headcount.workers.engine.gradient_engine import GradientEngine
-from headcount.workers.engine.kernel.kernel_check import proven_sweep
 from headcount.workers.engine.patching import with_partner
 from headcount.workers.engine.prediction_inputs import check_unembedding
+from headcount.workers.gradients.gradient_engine import GradientEngine
 from headcount.workers.interventions import changed_weights
 from headcount.workers.interventions.settlement import (
     Settled,
@@ -30,12 +29,13 @@ from headcount.workers.interventions.settlement import (
     settle,
     settle_one,
 )
+from headcount.workers.kernel.kernel_check import proven_sweep
 from headcount.workers.measurements.batch import PendingBatch, Requested, collect, launch
 from headcount.workers.measurements.results import Measurements
 from headcount.workers.measurements.weight_tables import tables_of_weights
-from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
+from headcount.workers.model.loading import load_model
 from headcount.workers.model.model import Model
 
 NO_MEMORY = ("allocate memory", "could not create a primitive")

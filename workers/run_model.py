@@ -16,11 +16,11 @@ from headcount.schemas.errors import ModelError, QueryError
 if TYPE_CHECKING:
     import numpy as np
 
-    from headcount.schemas.files.places import Place
+    from headcount.schemas.places import Place
     from headcount.workers.engine.engine import Activations
-    from headcount.workers.model.files.model_files import AdapterChoice
-    from headcount.workers.model.files.model_info import ModelInfo
-    from headcount.workers.model.files.text_tokenizer import TextTokenizer
+    from headcount.workers.model.info.model_files import AdapterChoice
+    from headcount.workers.model.info.model_info import ModelInfo
+    from headcount.workers.model.info.text_tokenizer import TextTokenizer
     from headcount.workers.replica import Replica
 
 
@@ -37,8 +37,8 @@ class RunModel:
     """The model of the run in a directory; `model` is its place if it has moved."""
 
     def __init__(self, run: str | Place, model: str | None = None) -> None:
-        from headcount.schemas.files.places import absolute
         from headcount.schemas.files.run_directory import RunDirectory
+        from headcount.schemas.places import absolute
 
         self.run = RunDirectory(absolute(run))
         self.manifest = self.run.manifest()
@@ -56,8 +56,8 @@ class RunModel:
     @cached_property
     def _files(self) -> tuple[Path, dict[str, bytes]]:
         """The model's directory and the digests of its files, which must be those measured."""
-        from headcount.workers.model.files.model_files import file_digests, sha256_of
-        from headcount.workers.model.files.model_info import find_model
+        from headcount.workers.model.info.model_files import file_digests, sha256_of
+        from headcount.workers.model.info.model_info import find_model
 
         name = self.new_place or self._scan_fields["model"]
         revision = None if self.new_place else self._scan_fields.get("revision")
@@ -84,13 +84,13 @@ class RunModel:
     @cached_property
     def info(self) -> ModelInfo:
         """What the model's files say."""
-        from headcount.workers.model.files.model_info import describe
+        from headcount.workers.model.info.model_info import describe
 
         return describe(*self._files, self._adapter)
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
-        from headcount.workers.model.files.text_tokenizer import TextTokenizer
+        from headcount.workers.model.info.text_tokenizer import TextTokenizer
 
         # What `info` says would be read by transformers, which takes seconds to import.
         directory, _ = self._files
@@ -219,8 +219,8 @@ class RunModels:
         self.opened_models: dict[str, RunModel] = {}
 
     def __getitem__(self, run_id: str) -> RunModel:
-        from headcount.schemas.files.places import absolute
         from headcount.schemas.files.run_directory import find_runs
+        from headcount.schemas.places import absolute
 
         if run_id not in self.opened_models:
             runs = find_runs(absolute(self.place))

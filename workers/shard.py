@@ -24,11 +24,11 @@ from headcount.schemas.files.commit import Commit, DataFile, Failure
 from headcount.schemas.files.commits import delete, read_commit
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, table_of
-from headcount.schemas.files.places import reason, store_error, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
-from headcount.schemas.files.tables import SEQUENCES, Table, with_partitions
-from headcount.schemas.scans.kinds import KINDS, TABLES, kinds_of, table_schema
+from headcount.schemas.kinds import KINDS, TABLES, kinds_of, table_schema
+from headcount.schemas.places import reason, store_error, write_whole
 from headcount.schemas.scans.scan import Scan
+from headcount.schemas.tables import SEQUENCES, Table, with_partitions
 from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.measurements.results import Columns, Measurements, means_table, numbered

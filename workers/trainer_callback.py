@@ -20,12 +20,12 @@ import pyarrow.parquet as pq
 from torch import nn
 from transformers import TrainerCallback, TrainerState
 
+from headcount.schemas.arguments import Location, checked
 from headcount.schemas.errors import HeadcountError, ModelError, ScanError, counted
 from headcount.schemas.files.parquet import parquet_bytes
-from headcount.schemas.files.places import Place, names, place, reason, write_whole
-from headcount.schemas.scans.arguments import Location, checked
+from headcount.schemas.places import Place, names, place, reason, write_whole
 from headcount.schemas.scans.scan import parse_scan
-from headcount.schemas.scans.values import Count
+from headcount.schemas.values import Count
 from headcount.workers.measure_api import GIVEN, measure, whole_sequences
 
 STEP_FILE = re.compile(r"step-(\d{9,})\.parquet")  # the name of a step's file in `out`

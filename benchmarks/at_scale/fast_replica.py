@@ -33,7 +33,7 @@ from headcount.schemas.errors import RunError
 from headcount.schemas.files.commit import Commit
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.scan import Scan
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements
 from headcount.workers.shard import MeasuredShard, commit_shard, measure_shard
 from tests.s3.s3_server import S3Server

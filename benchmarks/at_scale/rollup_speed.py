@@ -29,9 +29,13 @@ from headcount.schemas.files.commits import write_segment
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes, table_of
-from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, data_path
-from headcount.schemas.files.tables import (
+from headcount.schemas.formulas import Formula
+from headcount.schemas.histogram_bins import Axis
+from headcount.schemas.kinds import table_schema
+from headcount.schemas.places import place
+from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.tables import (
     HEADS,
     ROLLUPS,
     SAMPLES,
@@ -39,10 +43,6 @@ from headcount.schemas.files.tables import (
     uniform_column,
     with_partitions,
 )
-from headcount.schemas.formulas import Formula
-from headcount.schemas.histogram_bins import Axis
-from headcount.schemas.scans.kinds import table_schema
-from headcount.schemas.statistics import STATISTICS
 from headcount.workers.measurements.rollups import rolled_up
 
 LAYERS, HEADS_OF_LAYER, N_CTX = 12, 12, 1000

@@ -43,13 +43,13 @@ from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, write_segment
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
-from headcount.schemas.files.tables import uniform_column, with_partitions
+from headcount.schemas.measured_heads import MeasuredHeads
 from headcount.schemas.scans.intervention import NONE, Intervention
-from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.tables import uniform_column, with_partitions
 from headcount.workers.interventions.settlement import Settlement
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.provenance.machine import device_name, measuring_versions
 from headcount.workers.replica import InterventionMeasurements, Replica

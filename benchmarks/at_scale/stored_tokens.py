@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.measured_on import machine
-from headcount.schemas.files.places import Place, place
+from headcount.schemas.places import Place, place
 from headcount.workers.inputs.corpus.documents import Reading, Source
 from headcount.workers.inputs.store.extents import extents_of
 from headcount.workers.inputs.store.preparation import prepare_extent
@@ -38,7 +38,7 @@ from headcount.workers.inputs.store.token_store import (
     open_portion,
     read_record,
 )
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.s3.s3_server import S3Server
 
 SHARED = Path(__file__).parent.parent.parent.parent / "shared" / "data"

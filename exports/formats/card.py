@@ -8,10 +8,10 @@ from headcount.exports.registry import Exported, Needs, Setting, export_format, 
 from headcount.exports.source import ExportSource, problem_of
 from headcount.queries.report.html_page import number
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.places import names
-from headcount.schemas.files.tables import PARTITION_NAMES
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.kinds import TABLES
+from headcount.schemas.places import names
 from headcount.schemas.scans.scan import safe_name
+from headcount.schemas.tables import PARTITION_NAMES
 
 
 @export_format(

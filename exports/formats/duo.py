@@ -22,7 +22,7 @@ from headcount.exports.registry import (
 )
 from headcount.exports.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
-from headcount.schemas.scans.values import Count, Index
+from headcount.schemas.values import Count, Index
 
 
 def needs_of_duo(score: str, sink: int, recent: int) -> Needs:

@@ -14,7 +14,7 @@ from headcount.exports.formats.head_profiles import input_notes
 from headcount.exports.registry import Exported, Needs, Options, Part, Setting, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.places import reason
+from headcount.schemas.places import reason
 
 LARGEST_E4M3 = 448.0  # the largest number of the format float8_e4m3fn
 
@@ -58,8 +58,8 @@ class Checkpoint:
 def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
     """The checkpoint that gets the scales. It is an error if it cannot take them."""
     # Imported here: a run's other exports do without its model.
-    from headcount.workers.model.files.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-    from headcount.workers.model.files.model_info import find_model
+    from headcount.workers.model.info.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+    from headcount.workers.model.info.model_info import find_model
 
     model = options["checkpoint"]
     directory = find_model(model or setting.model, None if model else setting.revision)
@@ -104,7 +104,7 @@ def _check_adapter(setting: Setting, directory: Path, *, is_named: bool) -> None
 
     `is_named` says that --checkpoint names it, so it need not be the measured directory.
     """
-    from headcount.workers.model.files.model_files import adapter_files
+    from headcount.workers.model.info.model_files import adapter_files
 
     if setting.adapter == "apply" and not is_named:
         raise QueryError(

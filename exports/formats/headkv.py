@@ -11,7 +11,7 @@ from headcount.exports.formats.retrieval_heads import (
 from headcount.exports.registry import Exported, Needs, Options, Setting, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
-from headcount.schemas.scans.values import Count, Index
+from headcount.schemas.values import Count, Index
 
 MASS = "labelled_key_mass(gold,answer)"  # the statistic of the default score
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.tables import HEADS, PARTITION_NAMES, SEQUENCES
+from headcount.schemas.tables import HEADS, PARTITION_NAMES, SEQUENCES
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table, Transaction

@@ -12,7 +12,7 @@ from headcount.exports.formats.qrhead import GOLD, OTHER, PASSAGES, lead_of_gold
 from headcount.exports.registry import Exported, Needs, export_format, ranked
 from headcount.exports.source import ExportSource
 from headcount.schemas.errors import QueryError
-from headcount.schemas.scans.values import Count
+from headcount.schemas.values import Count
 
 Deviations = Annotated[float, Field(ge=0)]
 

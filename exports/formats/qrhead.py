@@ -9,7 +9,7 @@ from headcount.exports.certainty import p_above, q_of, sure_heads
 from headcount.exports.registry import Exported, Needs, export_format, ranked
 from headcount.exports.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
-from headcount.schemas.scans.values import Count
+from headcount.schemas.values import Count
 
 GOLD, OTHER = "labelled_key_mass(gold,query)", "labelled_key_mass(other,query)"
 

@@ -16,7 +16,7 @@ from headcount.exports.registry import (
     ranked,
 )
 from headcount.exports.source import ExportSource
-from headcount.schemas.scans.values import LARGEST_INT32, Count, Index
+from headcount.schemas.values import LARGEST_INT32, Count, Index
 
 Divisor = Annotated[int, Field(ge=2, le=LARGEST_INT32)]
 

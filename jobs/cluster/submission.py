@@ -42,8 +42,8 @@ from headcount.jobs.cluster.ray_cluster import (
 from headcount.jobs.plan.identity import last_run, next_run
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError, printable, unknown
-from headcount.schemas.files.places import StorePath, place, reason
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import StorePath, place, reason
 from headcount.schemas.scans.scan import Scan, safe_name
 
 CONNECT_SECONDS = 10.0  # give up after this many seconds if a cluster does not answer

@@ -42,8 +42,8 @@ from headcount.schemas.errors import RunError, unknown
 if TYPE_CHECKING:
     from headcount.jobs.cluster.submission import Job, JobClient, Submission
     from headcount.jobs.upkeep.status import Status
-    from headcount.schemas.files.places import Place
     from headcount.schemas.files.run_directory import RunDirectory
+    from headcount.schemas.places import Place
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -56,7 +56,7 @@ REGISTRIES = {
     "statistics": ("schemas.statistics", "STATISTICS"),
     "interventions": ("workers.interventions", "INTERVENTIONS"),
     "inputs": ("workers.inputs", "INPUTS"),
-    "models": ("workers.model.files.bundled_models", "BUNDLED"),
+    "models": ("workers.model.info.bundled_models", "BUNDLED"),
 }
 """What a scan can name: a module, which is imported for it, and the name there."""
 
@@ -247,7 +247,7 @@ def list_runs(
         print_terms(known_names(runs))
         return
     from headcount.jobs.upkeep.status import HEADINGS, Status, as_row, read_statuses
-    from headcount.schemas.files.places import absolute
+    from headcount.schemas.places import absolute
 
     jobs: list[Job] = []
     if address is not None:
@@ -311,8 +311,8 @@ def stop(run: RunOrJob, address: Address) -> None:
     """Stop a run's job. Committed shards stay, and `resume` continues the run."""
     from headcount.jobs.cluster.submission import JobClient
     from headcount.jobs.upkeep.phases import forget
-    from headcount.schemas.files.places import place
     from headcount.schemas.files.run_directory import RunDirectory
+    from headcount.schemas.places import place
 
     cluster = JobClient(address)
     job = cluster.find(run)
@@ -452,8 +452,8 @@ def calibrate(
 def run_directory(run: str, runs: str) -> RunDirectory:
     """The run at a path or address, or with a name or id in `runs`; absolute, as processes move."""
     from headcount.jobs.upkeep.status import runs_in
-    from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import RunDirectory
+    from headcount.schemas.places import absolute
 
     by_path = RunDirectory(absolute(run))
     # A path need not exist here: it may be one of the cluster that runs the job.
@@ -481,7 +481,7 @@ def known_names(registry: str) -> list[tuple[str, str]]:
     module, name_there = REGISTRIES[registry]
     entries = getattr(import_module(f"headcount.{module}"), name_there)
     if registry == "models":
-        from headcount.workers.model.files.bundled_models import first_paragraph_of_card
+        from headcount.workers.model.info.bundled_models import first_paragraph_of_card
 
         meanings = {f"bundled:{name}": first_paragraph_of_card(entries[name]) for name in entries}
     else:

@@ -67,7 +67,7 @@ def prepare(
     )
     from headcount.jobs.resources import Resources
     from headcount.workers.inputs.sequences import Sequences
-    from headcount.workers.model.files.model_info import describe, find_model
+    from headcount.workers.model.info.model_info import describe, find_model
     from headcount.workers.process import prepare_process
 
     prepare_process()
@@ -99,7 +99,7 @@ def prepare(
 @commands.command("list")
 def list_stores(corpora: Corpora = DEFAULT) -> None:
     """List the token stores in a directory: which tokenizer reads what, and how much is there."""
-    from headcount.schemas.files.places import absolute
+    from headcount.schemas.places import absolute
     from headcount.workers.inputs.store.stored_corpora import stored_corpora
 
     # A directory of runs has them in a directory of its own.
@@ -133,7 +133,7 @@ def list_stores(corpora: Corpora = DEFAULT) -> None:
 @commands.command()
 def show(key: Key, corpora: CorporaOption = DEFAULT) -> None:
     """Print what a token store holds of each file, and the bad rows that were found."""
-    from headcount.schemas.files.places import absolute
+    from headcount.schemas.places import absolute
     from headcount.workers.inputs.store.stored_corpora import store_folder, stored_files
 
     files = stored_files(store_folder(absolute(corpora), key))
@@ -157,7 +157,7 @@ def remove(
     yes: Yes = False,
 ) -> None:
     """Delete a token store. Scans that read it prepare their tokens again."""
-    from headcount.schemas.files.places import absolute
+    from headcount.schemas.places import absolute
     from headcount.workers.inputs.store.stored_corpora import (
         remove_corpus,
         store_folder,

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.files.places import place
 from headcount.schemas.packages import PACKAGE
+from headcount.schemas.places import place
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
 
 if TYPE_CHECKING:
-    from headcount.workers.engine.kernel.kernel_check import FactNames, Shape
-    from headcount.workers.engine.kernel.sweep_kernel import Sweep
+    from headcount.workers.engine.tile_sweep import Sweep
+    from headcount.workers.kernel.kernel_check import FactNames, Shape
     from headcount.workers.replica import Replica
 
 READING = ("duckdb", "pyarrow", "numpy", "pydantic")  # libraries that are always installed
@@ -50,8 +50,8 @@ def check_kernel() -> Iterator[Check]:
     """Compare the GPU's kernel with the tiles, the reference, with every shape, fact and format."""
     import torch
 
-    from headcount.workers.engine.kernel import sweep_kernel
-    from headcount.workers.engine.kernel.kernel_check import every_layer
+    from headcount.workers.kernel import sweep_kernel
+    from headcount.workers.kernel.kernel_check import every_layer
 
     if not torch.cuda.is_available():
         yield Check("kernel", False, "no CUDA device is here, so there is no kernel to compare")
@@ -69,7 +69,7 @@ def compared_layers(
     """Compare a kernel with the tiles in some layers, in every format."""
     import torch
 
-    from headcount.workers.engine.kernel.kernel_check import ALLOWED, compare, in_words
+    from headcount.workers.kernel.kernel_check import ALLOWED, compare, in_words
 
     for shape, facts in layers:
         for factors in ALLOWED:
@@ -93,7 +93,7 @@ def examine(out: str | None = None) -> Iterator[Check]:
     import torch
 
     from headcount.workers.memory import available_cores, total_memory
-    from headcount.workers.model.files.bundled_models import BUNDLED
+    from headcount.workers.model.info.bundled_models import BUNDLED
     from headcount.workers.process import prepare_process
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -149,7 +149,7 @@ def check_out(out: str) -> Check:
 
 def _check_bundled_model(name: str) -> Check:
     """Measure two sequences with both engines: they differ if a library or processor is broken."""
-    from headcount.workers.model.files.model_info import describe, find_model
+    from headcount.workers.model.info.model_info import describe, find_model
     from headcount.workers.replica import Replica
 
     fields = {"model": f"bundled:{name}", "n_ctx": 32, "sequences": 2}

@@ -13,8 +13,8 @@ from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.measurements.undefined import defined_or_nan, where_defined
 from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.model_files import AdapterChoice
+from headcount.workers.model.info.model_files import AdapterChoice
+from headcount.workers.model.known_models import KnownModels
 from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica

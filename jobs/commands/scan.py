@@ -155,7 +155,7 @@ def plan(
 
 def _print_fields(console: Console, plan: Plan, parsed_scan: Scan, every: bool) -> None:
     """Print the fields that a scan sets, with their meaning; with `every`, also the others."""
-    from headcount.schemas.scans.values import in_toml
+    from headcount.schemas.values import in_toml
 
     rows: list[tuple[str, str, str]] = []
     for name, field in type(plan.scan).model_fields.items():

@@ -30,8 +30,8 @@ def check(
     """
     from headcount.jobs.run.progress import waiting
     from headcount.jobs.upkeep.checking import check_run, findings
-    from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import find_runs
+    from headcount.schemas.places import absolute
 
     console = Console(highlight=False)
     all_whole = True
@@ -84,8 +84,8 @@ def compact(
     from headcount.jobs.run.progress import waiting
     from headcount.jobs.upkeep.compaction import compact
     from headcount.jobs.upkeep.merge_workers import merging
-    from headcount.schemas.files.places import absolute
     from headcount.schemas.files.run_directory import find_runs
+    from headcount.schemas.places import absolute
 
     if address is not None and processes:
         raise RunError(

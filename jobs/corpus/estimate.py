@@ -12,7 +12,7 @@ import numpy as np
 
 from headcount.jobs.corpus.preparation import CorpusWork, prepare_here
 from headcount.schemas.errors import CorpusError, counted
-from headcount.schemas.files.places import Place, sizes
+from headcount.schemas.places import Place, sizes
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.token_store import open_portion

@@ -24,7 +24,7 @@ from headcount.jobs.run.progress import Show, bar
 from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
-from headcount.schemas.files.places import Place, absolute, place, reason, wait_for_store
+from headcount.schemas.places import Place, absolute, place, reason, wait_for_store
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.corpus.documents import content_bytes_of
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
@@ -38,7 +38,7 @@ from headcount.workers.inputs.store.preparation import (
     use_cores,
 )
 from headcount.workers.inputs.store.token_store import Portion, TokenStore, open_portion
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from headcount.workers.provenance.code_fingerprint import Code, check_code, read_code
 
 if TYPE_CHECKING:

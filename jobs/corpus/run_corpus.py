@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.schemas.errors import CorpusError, OtherRunError
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import Place, place, read_as, unread, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
+from headcount.schemas.places import Place, place, read_as, unread, write_whole
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from headcount.jobs.plan.plan import Plan
 from headcount.schemas.files.commit import Method
 from headcount.schemas.files.parquet import parquet_bytes
+from headcount.schemas.kinds import TABLES
 from headcount.schemas.scans.intervention import Intervention
-from headcount.schemas.scans.kinds import TABLES
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions.settlement import settle
 from headcount.workers.memory import available_cores, peak_memory
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica, resolve_device
 from headcount.workers.shard import intervention_tables
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from headcount.jobs.plan.resolved_scan import ResolvedScan
 from headcount.schemas.errors import AnotherRunError, OtherRunError, RunError
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import names, unread
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
-from headcount.schemas.scans.kinds import WORDS
+from headcount.schemas.kinds import WORDS
+from headcount.schemas.places import names, unread
 from headcount.schemas.scans.training_step import training_step
 
 FILE_OPTIONS = ("files", "text")  # options of input families that name files

@@ -32,13 +32,13 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import OtherRunError, RunError, ScanError, counted
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
-from headcount.schemas.files.places import check_directory, names, place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
+from headcount.schemas.places import check_directory, names, place, write_whole
 from headcount.schemas.scans.overrides import field_of, override_fields
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 
 REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 """Fields that change no row; a manifest holds the values that were set last."""

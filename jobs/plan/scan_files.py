@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headcount.schemas.errors import ScanError, counted
-from headcount.schemas.files.places import StorePath, place
+from headcount.schemas.places import StorePath, place
 from headcount.schemas.scans.scan import Scan, load_scan, read_fields
-from headcount.schemas.scans.values import shortened
-from headcount.workers.model.files.bundled_models import BUNDLED_MODELS
+from headcount.schemas.values import shortened
+from headcount.workers.model.info.bundled_models import BUNDLED_MODELS
 
 BUNDLED = "bundled:"
 
@@ -131,7 +131,7 @@ def portable_scan(scan_file: Path, overrides: Sequence[str]) -> Scan:
     from headcount.jobs.plan.resolved_scan import check_scan
     from headcount.workers.inputs.sequences import Sequences
     from headcount.workers.interventions import needs_partners
-    from headcount.workers.model.files.model_info import describe, find_model
+    from headcount.workers.model.info.model_info import describe, find_model
 
     scan = load_scan(scan_file, overrides)
     places = [("out", scan.out, "--set out=s3://BUCKET/runs")]

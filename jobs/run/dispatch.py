@@ -63,8 +63,8 @@ from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.metrics import IDLE_SHARE, IDLE_WINDOW, SHARDS, SHARDS_REPEATED
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commit import Commit, Failure
-from headcount.schemas.files.places import absolute
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import absolute
 from headcount.workers.provenance.code_fingerprint import read_code
 from headcount.workers.replica import Replica
 from headcount.workers.shard import note_failure

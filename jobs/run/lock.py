@@ -9,8 +9,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import write_whole
 
 
 @contextmanager

@@ -39,12 +39,12 @@ from headcount.schemas.files.commits import (
     write_segment,
 )
 from headcount.schemas.files.damage import BY_CONTENT, BY_SIZE
-from headcount.schemas.files.places import reason
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys, holds_whole_shard
+from headcount.schemas.places import reason
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.interventions.settlement import check_begun
-from headcount.workers.model.files.known_models import KnownModels
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.known_models import KnownModels
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica, is_device_failure, resolve_device
 from headcount.workers.shard import committed_shard, failure_of, note_failure, run_shard

@@ -19,12 +19,12 @@ from headcount.jobs.run.preemption import LeaveNotice
 from headcount.jobs.upkeep.metrics import BAD_ROWS, PHASE_SECONDS, TOKENS_MEASURED, node_name
 from headcount.schemas.errors import RunError, SilentStoreError
 from headcount.schemas.files.commit import Commit, Failure
-from headcount.schemas.files.places import wait_for_store
+from headcount.schemas.places import wait_for_store
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.interventions import needs_partners
 from headcount.workers.interventions.settlement import check_begun
-from headcount.workers.model.files.model_info import ModelInfo, describe, find_model
+from headcount.workers.model.info.model_info import ModelInfo, describe, find_model
 from headcount.workers.process import prepare_process
 from headcount.workers.provenance.code_fingerprint import Code, check_code
 from headcount.workers.replica import Replica, is_device_failure

@@ -51,9 +51,9 @@ from headcount.schemas.files.commits import (
     write_segment,
 )
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import Place, listed, names, reason
 from headcount.schemas.files.run_directory import RunDirectory, pc
-from headcount.schemas.scans.kinds import OF_MERGED, TABLES
+from headcount.schemas.kinds import OF_MERGED, TABLES
+from headcount.schemas.places import Place, listed, names, reason
 
 ROWS = 2_000_000  # rows of the largest table in a group; a shard with more is a group
 MOST_SHARDS = COMMITS_PER_SEGMENT  # of a group, however small: their files are read at once

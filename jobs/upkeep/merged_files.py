@@ -27,7 +27,10 @@ from headcount.schemas.files.damage import (
 )
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
-from headcount.schemas.files.places import (
+from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
+from headcount.schemas.histogram_bins import Axis
+from headcount.schemas.kinds import OF_MERGED, TABLES
+from headcount.schemas.places import (
     StorePath,
     open_at_once,
     reason,
@@ -36,8 +39,7 @@ from headcount.schemas.files.places import (
     wait_for_store,
     write_whole,
 )
-from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
-from headcount.schemas.files.tables import (
+from headcount.schemas.tables import (
     HEADS,
     ROLLUPS,
     SAMPLES,
@@ -46,8 +48,6 @@ from headcount.schemas.files.tables import (
     SHARD,
     with_partitions,
 )
-from headcount.schemas.histogram_bins import Axis
-from headcount.schemas.scans.kinds import OF_MERGED, TABLES
 from headcount.workers.measurements.rollups import rolled_up
 
 ROW_GROUP = 65_536  # rows of a row group, which a reader reads or skips together

@@ -27,7 +27,8 @@ from pydantic import BaseModel, ConfigDict
 
 from headcount.jobs.console import duration
 from headcount.schemas.errors import HeadcountError, RunError
-from headcount.schemas.files.places import (
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import (
     Place,
     changed,
     names,
@@ -36,7 +37,6 @@ from headcount.schemas.files.places import (
     unread,
     write_whole,
 )
-from headcount.schemas.files.run_directory import RunDirectory
 
 Phase = Literal[
     "planning",

@@ -13,7 +13,8 @@ from pathlib import Path
 from headcount.jobs.run.lock import locked
 from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.places import (
+from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
+from headcount.schemas.places import (
     NOT_WHOLE,
     READINGS,
     Place,
@@ -24,7 +25,6 @@ from headcount.schemas.files.places import (
     reason,
     settle,
 )
-from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 
 
 def check_removable(location: str) -> RunDirectory:

@@ -19,8 +19,8 @@ from headcount.jobs.upkeep.phases import drivers_of, runs_with_drivers
 from headcount.schemas.errors import RunError, printable
 from headcount.schemas.files.damage import BY_SIZE
 from headcount.schemas.files.document_fates import Fates
-from headcount.schemas.files.places import Place, changed
 from headcount.schemas.files.run_directory import RunDirectory, find_runs, holds_whole_shard, pc
+from headcount.schemas.places import Place, changed
 
 RECENT = timedelta(minutes=10)  # a speed is of commits this long before the run's last
 

@@ -21,7 +21,7 @@ from headcount.queries.open.connection import (
 from headcount.queries.open.run import ReadRun, read_run
 from headcount.queries.open.verified_files import Tell
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.places import Place
+from headcount.schemas.places import Place
 
 Row: TypeAlias = tuple[Any, ...]
 Record: TypeAlias = dict[str, Any]  # a row by the names of its columns

@@ -10,7 +10,7 @@ from headcount.queries.open.column_facts import views_read
 from headcount.queries.open.connection import OPENED, make_views, view_descriptions
 from headcount.queries.open.shipped_views import base_names, unmeasured_statistic, way_to
 from headcount.schemas.errors import QueryError, printable, unknown_among
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.kinds import TABLES
 
 PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
 """How DuckDB's messages end that know a place in the SQL."""

@@ -10,7 +10,7 @@ import typer
 
 from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import ModelError, QueryError, printable
-from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.measured_heads import Head
 from headcount.workers.run_model import Look, RunModels
 
 if TYPE_CHECKING:

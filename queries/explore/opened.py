@@ -25,9 +25,9 @@ from headcount.queries.report.head_curves import AXES
 from headcount.queries.report.loss_effects import PARTS, effects_among, shown_runs
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown
-from headcount.schemas.files.places import place
-from headcount.schemas.files.tables import CURVES, HEADS, PROFILES, ROLLUPS, SEQUENCES
-from headcount.schemas.scans.kinds import OF_MERGED
+from headcount.schemas.kinds import OF_MERGED
+from headcount.schemas.places import place
+from headcount.schemas.tables import CURVES, HEADS, PROFILES, ROLLUPS, SEQUENCES
 
 LARGE_RUN_ROWS = 20_000_000  # of one intervention; with more, brushes read a sample
 

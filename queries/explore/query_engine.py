@@ -34,7 +34,7 @@ from headcount.queries.explore.sql_process import Settings, SqlProcesses, SqlQue
 from headcount.queries.open.connection import MEMORY, share_of
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
-from headcount.schemas.scans.values import EXPECTED, wrong_value
+from headcount.schemas.values import EXPECTED, wrong_value
 from headcount.workers.run_model import RunModels
 
 DEADLINE = 20.0  # seconds after which a query is given up by default

@@ -9,7 +9,7 @@ import duckdb
 from headcount.queries.open.connection import OPENED, view_descriptions
 from headcount.queries.open.descriptions import PREFIXES, column_texts
 from headcount.queries.open.run_tables import measured_columns
-from headcount.schemas.scans.kinds import KINDS, TABLES
+from headcount.schemas.kinds import KINDS, TABLES
 
 SAME_RANGE = ("mean_", "max_", "uniform_")  # prefixes that keep the range of a column
 

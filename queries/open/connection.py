@@ -42,9 +42,9 @@ from headcount.queries.open.table_sql import (
 from headcount.queries.open.verified_files import Tell, damage_in
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.places import Place, StorePath, place
-from headcount.schemas.files.tables import HEADS, PARTITIONS
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.kinds import TABLES
+from headcount.schemas.places import Place, StorePath, place
+from headcount.schemas.tables import HEADS, PARTITIONS
 
 MACROS = Path(__file__).with_name("internal") / "macros.sql"  # of spreads and errors
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import duckdb
 
 from headcount.queries.sql_text import quoted_name, text_literal
-from headcount.schemas.files.tables import OF_HEAD, PARTITIONS, PROFILES, SEQUENCES, Column
-from headcount.schemas.scans.kinds import TABLES
+from headcount.schemas.kinds import TABLES
+from headcount.schemas.tables import OF_HEAD, PARTITIONS, PROFILES, SEQUENCES, Column
 
 COLUMNS_FILE = Path(__file__).with_name("internal") / "columns.toml"
 

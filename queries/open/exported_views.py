@@ -19,7 +19,7 @@ from headcount.queries.open.run import Run, read_runs
 from headcount.queries.open.shipped_views import ShippedViews
 from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.files.damage import Damage, committed_files, size_problem
-from headcount.schemas.files.places import place
+from headcount.schemas.places import place
 
 OLDEST_READER = "v1.4.0"
 """The oldest DuckDB that reads the file. Dashboards bring an older one than ours: Evidence has 1.4.

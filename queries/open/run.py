@@ -11,9 +11,9 @@ import pyarrow as pa
 from headcount.schemas.errors import QueryError, RunError, StoreError, unknown
 from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import Place, absolute
 from headcount.schemas.files.run_directory import RunDirectory, check_merged, find_runs, pc
-from headcount.schemas.scans.kinds import OF_MERGED, WORDS
+from headcount.schemas.kinds import OF_MERGED, WORDS
+from headcount.schemas.places import Place, absolute
 
 
 @dataclass(frozen=True)

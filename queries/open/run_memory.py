@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from headcount.queries.open.run import Run, read_run
 from headcount.queries.open.verified_files import CLOCK_TICK_SECONDS
 from headcount.schemas.files.damage import data_folders
-from headcount.schemas.files.places import Fingerprint, Place, fingerprint, unread
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import Fingerprint, Place, fingerprint, unread
 
 State = dict[str, Fingerprint]  # what its manifest and directories look like, by path
 

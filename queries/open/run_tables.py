@@ -13,9 +13,9 @@ from headcount.queries.open.descriptions import TEXTS
 from headcount.queries.open.run import Run
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import holds_whole_shard, pc
-from headcount.schemas.files.tables import Column
-from headcount.schemas.scans.kinds import KINDS, carried_columns, columns_of
+from headcount.schemas.kinds import KINDS, carried_columns, columns_of
 from headcount.schemas.scans.training_step import training_step
+from headcount.schemas.tables import Column
 
 
 def schema_of(table: str) -> pa.Schema:

@@ -9,7 +9,7 @@ import duckdb
 from headcount.queries.ask.named_queries import NamedQuery
 from headcount.queries.open.descriptions import PREFIXES
 from headcount.queries.sql_text import quoted_name, text_literal
-from headcount.schemas.scans.kinds import KINDS
+from headcount.schemas.kinds import KINDS
 
 DYNAMIC = re.compile(r'\bquery(?:_table)?"?\s*(?:\(|/\*|--)')
 """A function that runs a text, in which any table may be named, or pieced together.

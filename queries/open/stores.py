@@ -24,8 +24,8 @@ from fsspec.core import has_magic
 from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow.fs import FileSystem
 
-from headcount.schemas.files.places import StorePath, listed, object_info, read_at, tag_of
 from headcount.schemas.files.run_directory import pc
+from headcount.schemas.places import StorePath, listed, object_info, read_at, tag_of
 
 VERSION_DIGITS = 7
 """Hexadecimal digits of a digest that tell two contents of a file apart, as seconds since 1970.

@@ -26,8 +26,8 @@ from headcount.schemas.files.damage import (
     declared_bounds,
     problem,
 )
-from headcount.schemas.files.places import stats
 from headcount.schemas.files.run_directory import pc
+from headcount.schemas.places import stats
 
 KEY_BYTES = 16  # bytes of a key
 

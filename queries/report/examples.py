@@ -11,8 +11,8 @@ from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.report.section import Array, Section
 from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.scans.kinds import STATISTICS
-from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.kinds import STATISTICS
+from headcount.schemas.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
 MOST, LEAST = 3, 1  # sequences of each kind that a card shows

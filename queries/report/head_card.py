@@ -18,7 +18,7 @@ from headcount.queries.report.section import (
     runs_by_id,
 )
 from headcount.schemas.errors import QueryError, unknown
-from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
 

@@ -27,8 +27,8 @@ from headcount.queries.report.head_curves import (
 )
 from headcount.queries.sql_text import quoted_name, text_literal
 from headcount.schemas.files.run_directory import pc
-from headcount.schemas.files.tables import ROLLUPS
-from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.measured_heads import Head
+from headcount.schemas.tables import ROLLUPS
 
 MEANS = ("mean", "standard_error", "minimum", "maximum", "degrees_of_freedom")
 COUNTS = ("count", "documents", "undefined")

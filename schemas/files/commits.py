@@ -36,7 +36,7 @@ from headcount.schemas.errors import RunError, StoreError
 from headcount.schemas.files.commit import COMMITS, FILES, Commit
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
-from headcount.schemas.files.places import (
+from headcount.schemas.places import (
     READINGS,
     Place,
     StorePath,

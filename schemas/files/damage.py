@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 from headcount.schemas.files.commits import READERS, pc
 from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import (
+from headcount.schemas.kinds import OF_MERGED, TABLES, columns_of
+from headcount.schemas.places import (
     OpenFile,
     Place,
     StorePath,
@@ -33,8 +34,7 @@ from headcount.schemas.files.places import (
     sizes,
     unread,
 )
-from headcount.schemas.files.tables import ROLLUPS
-from headcount.schemas.scans.kinds import OF_MERGED, TABLES, columns_of
+from headcount.schemas.tables import ROLLUPS
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"
 DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from headcount.schemas.errors import ScanError, printable
-from headcount.schemas.files.places import Place, open_whole
 from headcount.schemas.packages import PACKAGE
+from headcount.schemas.places import Place, open_whole
 
 ROOTS = "HEADCOUNT_INPUT_ROOTS"
 """Variable with the only directories, separated by `:`, in which local inputs may lie."""

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator
 
-from headcount.schemas.files.tables import SAMPLE_ROWS
+from headcount.schemas.tables import SAMPLE_ROWS
 
 Records = dict[str, dict[str, dict[str, Any]]]
 """What each name means: a record by name, by the manifest's field that describes the name."""

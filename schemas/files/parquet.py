@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headcount.schemas.files.places import OpenFile
+from headcount.schemas.places import OpenFile
 
 
 def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:

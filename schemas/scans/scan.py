@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from headcount.schemas.errors import ScanError, unknown
-from headcount.schemas.files.places import check_address, check_on_disk, place
 from headcount.schemas.formula_kinds import CURVES, PROFILES, WEIGHT_STATISTICS
 from headcount.schemas.formulas import Computed, Formula, Kind, check_names
+from headcount.schemas.kinds import KINDS
+from headcount.schemas.measured_heads import Head, MeasuredHeads, ModelSize, find_heads
+from headcount.schemas.places import check_address, check_on_disk, place
 from headcount.schemas.scans.intervention import NONE, Intervention
-from headcount.schemas.scans.kinds import KINDS
-from headcount.schemas.scans.measured_heads import Head, MeasuredHeads, ModelSize, find_heads
 from headcount.schemas.scans.overrides import override_fields
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
-from headcount.schemas.scans.values import (
+from headcount.schemas.values import (
     LARGEST_INTEGER,
     Count,
     Problem,

@@ -19,9 +19,9 @@ from pydantic import Field
 
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor
-from headcount.schemas.scans.values import Count, Index
 from headcount.schemas.statistics.reach import has_distant_keys
 from headcount.schemas.units import Logits, NatsPerToken, Norm, ShareOfNorms
+from headcount.schemas.values import Count, Index
 
 Bits = Annotated[int, Field(ge=1, le=16)]
 

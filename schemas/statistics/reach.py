@@ -5,8 +5,8 @@ Such a cache keeps the first `sink` keys and the last `recent` ones, a query's o
 
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern
-from headcount.schemas.scans.values import Count, Index
 from headcount.schemas.units import Probability
+from headcount.schemas.values import Count, Index
 
 
 def has_distant_keys(pattern: Pattern, *, sink: Index = 4, recent: Count = 64) -> bool:

@@ -2,8 +2,8 @@
 
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern, Tensor, first_of_largest
-from headcount.schemas.scans.values import Count
 from headcount.schemas.units import Position, Probability, Rank, ShareOfQueries
+from headcount.schemas.values import Count
 
 RAN_MILO = "Ran-Milo et al. 2026, arXiv 2604.14722"
 

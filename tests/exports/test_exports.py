@@ -26,8 +26,8 @@ from headcount.schemas.errors import ModelError, QueryError, ScanError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.registry import REQUIRED
 from headcount.schemas.scans.scan import parse_scan
-from headcount.schemas.scans.values import range_of
-from headcount.workers.model.files.bundled_models import BUNDLED_MODELS
+from headcount.schemas.values import range_of
+from headcount.workers.model.info.bundled_models import BUNDLED_MODELS
 from tests.toys.commands import printed
 from tests.toys.toy_models import change_weights
 from tests.toys.toy_runs import Cell, Row, local, one_line, read_manifest, write_run

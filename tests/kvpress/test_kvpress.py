@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headcount.workers.model.files.bundled_models import BUNDLED
+from headcount.workers.model.info.bundled_models import BUNDLED
 from tests import ROOT
 from tests.toys.commands import printed
 

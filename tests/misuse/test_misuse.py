@@ -22,7 +22,7 @@ from headcount.schemas.errors import ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan import parse_scan, safe_name
 from headcount.workers.interventions import bind
-from headcount.workers.model.files.text_tokenizer import _check_size
+from headcount.workers.model.info.text_tokenizer import _check_size
 from tests import ROOT
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
@@ -152,7 +152,7 @@ def folder(
     # The trace of an error of ours is kept where temporary files lie.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # Nobody waits here for a store that is down.
-    monkeypatch.setattr("headcount.schemas.files.places.PAUSE_SECONDS", 0)
+    monkeypatch.setattr("headcount.schemas.places.PAUSE_SECONDS", 0)
     for path in shelf.iterdir():
         (tmp_path / path.name).symlink_to(path)
     with ExitStack() as locks:

@@ -15,7 +15,7 @@ from headcount.jobs.upkeep.removal import remove
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import Scan, load_scan, safe_name
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
 from tests.toys.commands import printed

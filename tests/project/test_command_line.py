@@ -12,7 +12,7 @@ from headcount.jobs.commands.cluster import REGISTRIES, known_names
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
-from headcount.workers.model.files.bundled_models import BUNDLED
+from headcount.workers.model.info.bundled_models import BUNDLED
 from tests import ROOT
 from tests.toys.commands import printed
 

@@ -48,8 +48,8 @@ ONLY_IN = {
     "aiohttp": ("queries/explore/server.py",),
     "datasets": ("workers/inputs/corpus/documents.py", "reproduce/published_texts.py"),
     "duckdb": ("queries/",),
-    "fsspec": ("queries/open/stores.py", "schemas/files/places.py"),
-    "huggingface_hub": ("workers/model/files/model_info.py", "reproduce/published_texts.py"),
+    "fsspec": ("queries/open/stores.py", "schemas/places.py"),
+    "huggingface_hub": ("workers/model/info/model_info.py", "reproduce/published_texts.py"),
     "jinja2": ("queries/report/html_page.py",),
     "psutil": ("jobs/cluster/ray_cluster.py", "workers/memory.py"),
     "ray": (
@@ -73,7 +73,7 @@ ONLY_IN = {
     "transformers": (
         "workers/model/", "workers/process.py", "workers/trainer_callback.py", "models/",
     ),
-    "triton": ("workers/engine/kernel/sweep_kernel.py",),
+    "triton": ("workers/kernel/sweep_kernel.py",),
     "typer": (
         "headcount/", "exports/commands.py", "reproduce/reproduce_commands.py",
         "jobs/commands/cluster.py", "jobs/commands/corpus.py",

@@ -20,8 +20,8 @@ from headcount.queries.report.html_page import json_value, unpacked
 from headcount.queries.report.loss_effects import trust
 from headcount.queries.report.report import write_report
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import place
 from tests.pages.browser import Page, chromium
 from tests.queries.page.test_explore_queries import Asker
 from tests.toys import toy_models as toy

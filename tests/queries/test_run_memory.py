@@ -14,10 +14,10 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.open import run_memory
 from headcount.queries.open.run import Run, read_run
 from headcount.queries.open.run_memory import RunMemory
-from headcount.schemas.files import places
+from headcount.schemas import places
 from headcount.schemas.files.commits import read_commit
-from headcount.schemas.files.places import Place, write_whole
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import Place, write_whole
 from tests.toys.object_stores import copied_to_store, object_store
 from tests.toys.toy_runs import data_file, local, write_run
 

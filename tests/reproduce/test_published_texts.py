@@ -27,7 +27,7 @@ from headcount.reproduce.published_texts import (
 )
 from headcount.schemas.errors import CorpusError, ModelError, RunError
 from headcount.workers.inputs.corpus.documents import Source
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.toys import published
 from tests.toys.toy_models import byte_tokenizer
 from tests.toys.toy_runs import one_line

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from headcount import app
 from headcount.jobs.upkeep.checking import check_run
 from headcount.schemas.errors import StoreError
-from headcount.schemas.files.places import StorePath, names
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import StorePath, names
 from tests.s3.s3_server import Rule, S3Server
 from tests.toys.object_stores import copied_to_store, object_store
 from tests.toys.refusals import refused
@@ -140,7 +140,7 @@ def test_a_complete_run_that_misses_a_commit_is_not_answered(store: S3Server, ru
         assert asked.exit_code != 0
         assert "was complete, and 1 commit of 5 cannot be found" in str(asked.exception)
     finally:
-        from headcount.schemas.files.places import write_whole
+        from headcount.schemas.places import write_whole
 
         write_whole(commit, content)
 

@@ -18,14 +18,14 @@ from headcount.jobs.corpus.preparation import CorpusWork, corpora_of, prepare_on
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.upkeep.merged_files import Group, merge_group
+from headcount.schemas import places
 from headcount.schemas.errors import RunError, SilentStoreError, StoreError
-from headcount.schemas.files import places
 from headcount.schemas.files.commit import COMMITS
-from headcount.schemas.files.places import StorePath, names, place, write_whole
+from headcount.schemas.places import StorePath, names, place, write_whole
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.preparation import is_whole
-from headcount.workers.model.files.model_info import describe, find_model
+from headcount.workers.model.info.model_info import describe, find_model
 from headcount.workers.provenance.code_fingerprint import read_code
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of

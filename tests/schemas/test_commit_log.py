@@ -16,8 +16,8 @@ from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.commit import COMMITS, Commit, Failure
 from headcount.schemas.files.commits import gather, gather_loose, taken_back, write_segment
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.files.places import StorePath, names, place
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import StorePath, names, place
 from tests.toys.refusals import refused
 from tests.toys.toy_runs import data_file, local, write_run
 

@@ -26,9 +26,9 @@ from headcount.schemas.files import damage
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes
-from headcount.schemas.files.places import Place
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.files.tables import ROLLUPS
+from headcount.schemas.places import Place
+from headcount.schemas.tables import ROLLUPS
 from tests.toys.refusals import refused
 from tests.toys.toy_runs import (
     Cell,

@@ -11,9 +11,9 @@ import pytest
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.files.tables import CURVES as CURVES_TABLE
+from headcount.schemas.kinds import schema_of_rows, table_schema
 from headcount.schemas.profiles import PROFILES
-from headcount.schemas.scans.kinds import schema_of_rows, table_schema
+from headcount.schemas.tables import CURVES as CURVES_TABLE
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import begun, measured

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from headcount.schemas.errors import MeasureError, ModelError
-from headcount.schemas.files.tables import CURVES, HEADS, Table
-from headcount.schemas.files.tables import PROFILES as MEANS
 from headcount.schemas.formulas import Formula
+from headcount.schemas.measured_heads import MeasuredHeads
 from headcount.schemas.profiles import PROFILES
-from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.tables import CURVES, HEADS, Table
+from headcount.schemas.tables import PROFILES as MEANS
 from headcount.workers.measurements.moments import count_mean_m2, merged_moments
 from headcount.workers.measurements.results import Column, check_finite, means_table
 from headcount.workers.model.rotations import Rotation

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from headcount.schemas import kinds
 from headcount.schemas.errors import HeadcountError, ScanError
 from headcount.schemas.formula_kinds import prediction, profile, statistic, weight
 from headcount.schemas.formulas import Formula
 from headcount.schemas.pattern import Pattern, Tensor
 from headcount.schemas.registry import Entry, Registry, import_files, parse_call
-from headcount.schemas.scans import kinds
-from headcount.schemas.scans.values import Count, Share
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.units import Norm
+from headcount.schemas.values import Count, Share
 from tests.toys import toy_models as toy
 
 KINDS = {kind.field: kind for kind in kinds.KINDS}
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(
 
 def test_without_docstrings_runs_are_read_and_nothing_is_described():
     program = (
-        "from headcount.schemas.scans.kinds import KINDS\n"
+        "from headcount.schemas.kinds import KINDS\n"
         "from headcount.schemas.errors import HeadcountError\n"
         "entropy = KINDS[0]['entropy']\n"
         "print(entropy.unit, entropy.fingerprint)\n"

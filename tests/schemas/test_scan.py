@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.kinds import KINDS, TABLES, table_schema
+from headcount.schemas.kinds import KINDS, TABLES, table_schema
 from headcount.schemas.scans.overrides import split_override
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
 from headcount.schemas.statistics import STATISTICS

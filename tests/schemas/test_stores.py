@@ -40,8 +40,8 @@ from headcount.queries.open.stores import CommittedObject, _Store
 from headcount.schemas.errors import CorpusError, QueryError, RunError
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.commits import gather
-from headcount.schemas.files.places import StorePath, matching, names, place, write_whole
 from headcount.schemas.files.run_directory import find_runs, shard_file_name
+from headcount.schemas.places import StorePath, matching, names, place, write_whole
 from headcount.workers.shard import run_shard
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.workers import joined_cluster

@@ -27,8 +27,8 @@ from headcount.jobs.plan.plan import make_plan, prepare_run
 from headcount.jobs.run.lock import locked
 from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import clean
-from headcount.schemas.files.places import StorePath, names
 from headcount.schemas.files.run_directory import RunDirectory, shard_file_name
+from headcount.schemas.places import StorePath, names
 from headcount.schemas.scans.scan import load_scan
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica

@@ -30,8 +30,8 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run import loop
 from headcount.jobs.upkeep.compaction import compact
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.files.places import names, place, region_and_endpoint
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import names, place, region_and_endpoint
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.first_write import _s3_client
 from tests.s3.s3_server import Action, Rule, S3Server

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.files.places import reason
+from headcount.schemas.places import reason
 from headcount.schemas.scans.scan import Scan
-from headcount.workers.model.files.model_info import describe
+from headcount.workers.model.info.model_info import describe
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
 from tests import ROOT

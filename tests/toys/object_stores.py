@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from headcount.schemas.files import places
-from headcount.schemas.files.places import StorePath, place, write_whole
+from headcount.schemas import places
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import StorePath, place, write_whole
 from tests.s3.s3_server import S3Server
 from tests.toys.toy_runs import local
 

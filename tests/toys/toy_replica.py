@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from headcount.schemas.files.commit import Method
-from headcount.schemas.files.tables import uniform_column
+from headcount.schemas.measured_heads import MeasuredHeads
 from headcount.schemas.scans.intervention import NONE, Intervention
-from headcount.schemas.scans.measured_heads import MeasuredHeads
 from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.tables import uniform_column
 from headcount.workers.interventions.settlement import Settlement
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica
 
 PACE = 0.25

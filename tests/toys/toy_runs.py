@@ -22,15 +22,15 @@ from headcount.schemas.files.commit import Commit, DataFile, Method, Version
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes
-from headcount.schemas.files.places import Place, names
 from headcount.schemas.files.run_directory import RunDirectory, data_path
-from headcount.schemas.files.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, Table, uniform_column
-from headcount.schemas.files.tables import PROFILES as PROFILES_TABLE
 from headcount.schemas.formulas import Formula
+from headcount.schemas.kinds import table_schema
+from headcount.schemas.places import Place, names
 from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
-from headcount.schemas.scans.kinds import table_schema
 from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.tables import CURVES, HEADS, SEQUENCES, WEIGHTS, Table, uniform_column
+from headcount.schemas.tables import PROFILES as PROFILES_TABLE
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from headcount.workers.model.files.bundled_models import BUNDLED
+from headcount.workers.model.info.bundled_models import BUNDLED
 from tests import ROOT
 from tests.toys.commands import printed
 from tests.toys.toy_models import gpt2, save_model

@@ -16,8 +16,8 @@ from headcount.workers.engine.changes import Streaming, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
 from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
 from headcount.workers.engine.fused_pattern import FusedPattern, z_within
-from headcount.workers.engine.kernel.sweep_kernel import Sweep
 from headcount.workers.engine.number_formats import WeightHalves, linears_in, outside_linears
+from headcount.workers.engine.tile_sweep import Question, Sweep
 from headcount.workers.model.attention_facts import (
     MASKED,
     AttentionFacts,
@@ -48,7 +48,7 @@ class FusedEngine(Engine):
     ) -> None:
         """`sweep` is a GPU's kernel that has proved itself (`kernel_check`); None means tiles."""
         super().__init__(model, precision)
-        self.questions: set[str] = set()  # that every sweep answers on its way
+        self.questions: set[Question] = set()  # that every sweep answers on its way
         # The facts of the layers were held against the model's own attention when it was loaded.
         problem = model.attention_problem
         if problem is not None:
@@ -203,7 +203,7 @@ class FusedPass:
             z = weighted_values(pattern.pattern, v)  # [batch head pos d_v]
         else:
             # In a layer that nobody looks at, the sweep is asked for z alone.
-            questions = self.engine.questions if is_questioned else set[str]()
+            questions = self.engine.questions if is_questioned else set[Question]()
             pattern = FusedPattern(q, k, v, facts, self.request.matches, questions, *how)
             z = pattern.z
         self.activations["pattern"] = pattern

@@ -17,20 +17,29 @@ Query heads can share keys and values. Then these have fewer heads, and are not 
 # ruff: noqa: D102
 
 import copy
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headcount.schemas.pattern import count_above, first_of_largest
-from headcount.workers.engine.kernel.sweep_kernel import Sweep
+from headcount.schemas.pattern import first_of_largest
 from headcount.workers.engine.number_formats import HALVES, rounded
+from headcount.workers.engine.tile_sweep import (
+    ENTROPY,
+    LARGEST_SCORE,
+    RECEIVED,
+    Above,
+    Distant,
+    Question,
+    Sweep,
+    Tile,
+    TileSums,
+    TileSweep,
+    tiles_of,
+)
 from headcount.workers.engine.token_pairs import TokenPairs, count_seen
 from headcount.workers.model.attention_facts import (
-    MASKED,
     AttentionFacts,
     all_scores,
     distances,
@@ -43,17 +52,7 @@ from headcount.workers.model.attention_facts import (
     without_bias,
 )
 
-LN2 = math.log(2)
-
 FIRST_KEYS = 8  # their scores are asked for again and again, so they come from one product
-
-LARGEST_SCORE, RECEIVED = "largest score", "received"
-
-TILE_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
-"""Size of one tile of scores: about what a CPU core's caches hold, and enough to fill a GPU."""
-
-TILE_QUERIES = {"cpu": 64, "cuda": 1024}
-"""Queries in one tile: a CPU gains from skipping the future, a GPU from large products."""
 
 
 class FusedPattern:
@@ -72,7 +71,7 @@ class FusedPattern:
         v: Tensor,
         facts: AttentionFacts,
         matches: Mapping[str, TokenPairs],
-        questions: set[str] | None = None,
+        questions: set[Question] | None = None,
         number_format: str = "float32",
         sweep: Sweep | None = None,
     ) -> None:
@@ -89,9 +88,9 @@ class FusedPattern:
         self.number_format = number_format
         self.n_ctx = q.shape[2]
         self.window = window_of(facts, self.n_ctx)
-        self.questions = set() if questions is None else questions
+        self.questions: set[Question] = set() if questions is None else questions
         self.sweep = sweep
-        self._answers: dict[str, Tensor] = {}
+        self._answers: dict[Question, Tensor] = {}
         self._sweep(self.questions)
 
     def only(self, heads: Sequence[int]) -> "FusedPattern":
@@ -154,10 +153,10 @@ class FusedPattern:
         return self._swept("distance")
 
     def entropy(self) -> Tensor:
-        return self._swept("entropy")
+        return self._swept(ENTROPY)
 
     def distant(self, sink: int, recent: int) -> Tensor:
-        mass = self._swept(f"distant {sink} {recent}")
+        mass = self._swept(Distant(sink, recent))
         # The nearest distant key is q - recent, which must be `sink` or later.
         sees_none = self._positions() < sink + recent
         if recent >= self.window:
@@ -182,24 +181,24 @@ class FusedPattern:
         return strongest.masked_fill(~queries[:, None], 0)
 
     def above(self, first: int) -> Tensor:
-        above = self._swept(f"above {first}")
+        above = self._swept(Above(first))
         return above.masked_fill(self._positions() >= self.window, torch.nan)
 
-    def _attention_of(self, chosen: Tensor) -> "Iterator[tuple[_Tile, Tensor]]":
+    def _attention_of(self, chosen: Tensor) -> Iterator[tuple[Tile, Tensor]]:
         """The tiles in which queries are chosen, `[batch query]`, and the attention in each."""
         # On the host at once, because every tile asks.
         is_chosen = chosen.cpu()
-        for sequences, queries, keys in _tiles(self.q, self.window):
+        for sequences, queries, keys in tiles_of(self.q, self.window):
             # The tile shrinks to the span of queries that any of its sequences asks about.
             rows = is_chosen[sequences, queries].any(0).nonzero()[:, 0].tolist()
             if not rows:
                 continue
             first, last = queries.start + rows[0], queries.start + rows[-1]
             first_key = max(keys.start, first - self.window + 1)
-            tile = _Tile(sequences, slice(first, last + 1), slice(first_key, last + 1))
+            tile = Tile(sequences, slice(first, last + 1), slice(first_key, last + 1))
             yield tile, self._tile_attention(tile)
 
-    def _tile_attention(self, tile: "_Tile") -> Tensor:
+    def _tile_attention(self, tile: Tile) -> Tensor:
         """`A` of a tile, 0 where the query does not see the key: `[batch head query key]`."""
         lse = self.lse[tile.sequences, :, tile.queries, None]
         attention = _attention(self._tile_scores(tile), lse)
@@ -245,7 +244,7 @@ class FusedPattern:
                 sums -= slopes * (position * (position - 1) / 2)
         else:
             # A capped sum is not the sum of capped scores, so every score is made.
-            for tile in _tiles(self.q, self.window):
+            for tile in tiles_of(self.q, self.window):
                 is_earlier = (self._lags(tile) > 0) & (self._positions()[tile.keys] > 0)
                 scores = self._tile_scores(tile).masked_fill_(~is_earlier, 0)
                 sums[tile.sequences, :, tile.queries] = scores.sum(-1)
@@ -324,24 +323,26 @@ class FusedPattern:
     def _positions(self) -> Tensor:
         return torch.arange(self.n_ctx, device=self.q.device)
 
-    def _lags(self, tile: "_Tile") -> Tensor:
+    def _lags(self, tile: Tile) -> Tensor:
         return distances(self._positions()[tile.queries], self._positions()[tile.keys])
 
-    def _tile_scores(self, tile: "_Tile") -> Tensor:
+    def _tile_scores(self, tile: Tile) -> Tensor:
         """The scores of a tile; those of the future may be anything: `[batch head query key]`."""
         sequences, queries, keys = tile
         products = products_of(self.q[sequences, :, queries], self.k[sequences, :, keys])
         return scored(products, self._lags(tile), self.facts)
 
-    def _swept(self, question: str) -> Tensor:
+    def _swept(self, question: Question) -> Tensor:
         if question not in self._answers:
             self.questions.add(question)  # The next layer's sweep answers it on its way.
             self._sweep({question})
         return self._answers[question]
 
-    def _sweep(self, questions: set[str]) -> None:
+    def _sweep(self, questions: Collection[Question]) -> None:
         if self.sweep is None:
-            self._answers |= TileSweep(self, questions).answers()
+            factors = (self.q, self.k, self.v, self.facts)
+            sweep = TileSweep(*factors, self.matches, questions, self.number_format)
+            self._answers |= sweep.answers()
             return
         dtype = HALVES.get(self.number_format, torch.float32)
         pairs = [pairs for name, pairs in self.matches.items() if name in questions]
@@ -349,18 +350,18 @@ class FusedPattern:
             *(factor.to(dtype) for factor in (self.q, self.k, self.v)),
             self.facts,
             pairs,
-            entropy="entropy" in questions,
+            entropy=ENTROPY in questions,
             number_format=self.number_format,
         )
         self._answers |= {"z": swept.z, "lse": swept.lse, "distance": swept.distance}
         if swept.entropy is not None:
-            self._answers["entropy"] = swept.entropy
+            self._answers[ENTROPY] = swept.entropy
         for pair, mass in zip(pairs, swept.masses, strict=True):
             self._answers[pair.name] = mass
-        # No kernel knows the answers of `_TileSums`: they come from another look at the scores,
+        # No kernel knows the answers of `TileSums`: they come from another look at the scores,
         # whose `lse` it knows.
-        sums = _TileSums(self, questions)
-        for tile in _tiles(self.q, self.window) if sums.answers else ():
+        sums = TileSums(self.q, questions)
+        for tile in tiles_of(self.q, self.window) if sums.answers else ():
             attention = self._tile_attention(tile)
             if LARGEST_SCORE in sums.answers:
                 behind = self._lags(tile)
@@ -404,239 +405,6 @@ def z_within(
     return of_window + weighted_values((scores - lse).exp(), first_values)
 
 
-class _Tile(NamedTuple):
-    sequences: slice
-    queries: slice
-    keys: slice
-
-
-class _TileSums:
-    """Answers that few scans ask for, added up a tile at a time: all but the largest score."""
-
-    def __init__(self, pattern: FusedPattern, questions: set[str]) -> None:
-        self.distant = {
-            question: (int(words[1]), int(words[2]))
-            for question in sorted(questions)
-            if (words := question.split())[0] == "distant"
-        }  # the sink and the recent keys that each of these questions leaves out
-        self.above = {
-            question: int(words[1])
-            for question in sorted(questions)
-            if (words := question.split())[0] == "above"
-        }  # how many of the first keys each of these questions holds the others against
-        single = [name for name in (LARGEST_SCORE, RECEIVED) if name in questions]
-        asked = [*self.distant, *self.above, *single]
-        # Zeros, because received attention is added up over tiles; [batch head pos].
-        self.answers = {name: pattern.q.new_zeros(pattern.q.shape[:3]) for name in asked}
-
-    def add(self, tile: _Tile, heads: slice, weights: Tensor, total: Tensor) -> None:
-        """Add a tile of weights `[batch head query key]`: `A` times the `total` of a row."""
-        for question, (sink, recent) in self.distant.items():
-            mass = self.answers[question][tile.sequences, heads, tile.queries]
-            torch.div(_distant_sum(weights, tile, sink, recent), total, out=mass)
-        # A tile that begins behind key 0 has no query that sees it.
-        for question, first in self.above.items() if tile.keys.start == 0 else ():
-            counts = self.answers[question][tile.sequences, heads, tile.queries]
-            counts.copy_(count_above(weights, first))
-        if RECEIVED in self.answers:
-            # Σ_q weight / total is a product, which reads the tile once.
-            attention_sums = total.reciprocal()[..., None, :] @ weights  # [batch head 1 key]
-            received = self.answers[RECEIVED]
-            received[tile.sequences, heads, tile.keys] += attention_sums[..., 0, :]
-
-
-def _distant_sum(weights: Tensor, tile: _Tile, sink: int, recent: int) -> Tensor:
-    """The sum of the weights of a tile `[… query key]` on the keys from `sink` on that lie at least
-    `recent` behind their query: `[… query]`.
-
-    Added up and not what the other keys leave of the whole, which would round away a small sum.
-    """
-    _, queries, keys = tile
-    first = min(max(sink, keys.start), keys.stop)
-    # Keys before `common_stop` are distant from every query of the tile, keys before `stop` from
-    # the last one.
-    common_stop = min(max(queries.start - recent + 1, first), keys.stop)
-    stop = min(max(queries.stop - recent, common_stop), keys.stop)
-    common = weights[..., first - keys.start : common_stop - keys.start].sum(-1)
-    if stop == common_stop:
-        return common
-    of_some = weights[..., common_stop - keys.start : stop - keys.start]
-    return common + of_some.tril(queries.start - recent - common_stop).sum(-1)
-
-
-class TileSweep:
-    """One sweep over the scores of a pattern: the answers, and how each tile fills its part.
-
-    A tile is `[batch head query key]`: some sequences, the heads that share some keys, some
-    queries, and the keys that any of these queries sees.
-
-    Scores are kept in base 2, as in flash kernels: if s = S / ln 2, then 2^s = e^S, so the weights
-    are the same. exp2 takes a third of the time of exp. If the result underflows, exp takes ten
-    times as long, and with the scores of trained models it underflows all the time.
-    """
-
-    def __init__(self, pattern: FusedPattern, questions: set[str]) -> None:
-        batch, heads, n_ctx, _ = pattern.q.shape
-        kv_heads, d_v = pattern.v.shape[1], pattern.v.shape[3]
-        new = pattern.q.new_empty
-        facts = pattern.facts
-        self.pattern = pattern
-        self.window = pattern.window
-        self.d_v = d_v
-        self.positions = pattern.positions()
-        self.pairs = {name: pairs for name, pairs in pattern.matches.items() if name in questions}
-
-        # Factors. The change of base costs nothing: it is part of the scale.
-        self.scale = pattern.scale / (LN2 if facts.soft_cap is None else facts.soft_cap)
-        self.cap = None if facts.soft_cap is None else facts.soft_cap / LN2
-        # Of each head in base 2, beside a tile of scores: [head 1 1].
-        self.slopes, self.sink = (
-            None if fact is None else fact.to(pattern.q)[:, None, None] / LN2
-            for fact in (facts.slopes, facts.sink)
-        )
-        # Two more value columns carry Σ_k weight and Σ_k weight · k through the product that makes
-        # z, so the tile of weights is read once for all three.
-        ones_and_positions = torch.stack([torch.ones_like(self.positions), self.positions], dim=-1)
-        self.values = torch.cat(  # [batch kv_head key d_v+2]
-            [pattern.v, ones_and_positions.expand(batch, kv_heads, n_ctx, 2)], dim=-1
-        )
-        size = _queries_in_tile(pattern.q)
-        # Finite, because the entropy multiplies masked scores by a weight of 0.
-        self.future = torch.full((size, size), MASKED, device=pattern.q.device).triu(1)
-
-        # Answers. The axes of z lie in memory as the output projection wants them.
-        self.z = new(batch, n_ctx, heads, d_v).transpose(1, 2)
-        self.log2_sums = new(batch, heads, n_ctx)
-        self.distance = new(batch, heads, n_ctx)
-        self.entropy = new(batch, heads, n_ctx) if "entropy" in questions else None
-        # Heads last, because every head of a pair (query, key) is picked at once.
-        self.masses = {name: new(batch, n_ctx, heads).zero_() for name in self.pairs}
-        self.sums = _TileSums(pattern, questions)
-
-    def answers(self) -> dict[str, Tensor]:
-        """Sweep once over all tiles; answers by question, in natural units."""
-        for tile, heads, kv_heads in self.parts():
-            self._sweep_tile(tile, heads, kv_heads)
-        answers = {
-            "z": self.z,
-            "lse": self.log2_sums.mul_(LN2),  # ln x = ln 2 · log2 x
-            "distance": self.distance,
-        }
-        if self.entropy is not None:
-            # Rounding can leave a tiny negative number where one key has all the attention.
-            answers["entropy"] = self.entropy.mul_(LN2).clamp_(min=0)
-        masses = {name: mass.transpose(1, 2) for name, mass in self.masses.items()}
-        return answers | masses | self.sums.answers
-
-    def parts(self) -> Iterator[tuple[_Tile, slice, slice]]:
-        """Every tile with some query heads and the heads of keys that these share."""
-        q = self.pattern.q
-        kv_heads = self.pattern.k.shape[1]
-        group = q.shape[1] // kv_heads
-        # A tile takes as many heads of keys as `TILE_BYTES` allow, counted in float32 scores.
-        most_queries = _queries_in_tile(q)
-        most_keys = min(q.shape[2], self.window + most_queries - 1)
-        bytes_of_kv_head = 4 * group * most_queries * most_keys
-        at_once = max(1, TILE_BYTES[q.device.type] // bytes_of_kv_head)
-        for tile in _tiles(q, self.window):
-            for first in range(0, kv_heads, at_once):
-                stop = min(first + at_once, kv_heads)
-                yield tile, slice(first * group, stop * group), slice(first, stop)
-
-    def _sweep_tile(self, tile: _Tile, heads: slice, kv_heads: slice) -> None:
-        """Write the answers of a tile, some query heads, and the heads of keys that they share."""
-        sequences, queries, keys = tile
-        at = (sequences, heads, queries)
-        sink = None if self.sink is None else self.sink[heads]
-        scores = self.scores(tile, heads, kv_heads)  # [batch head query key]
-
-        # 2^s overflows from s = 128 on. Less the row's maximum, the largest weight is 1. The
-        # softmax does not change, because the factor 2^-maximum cancels in weights / total.
-        maximum = scores.amax(-1, keepdim=True)  # [batch head query 1]
-        if LARGEST_SCORE in self.sums.answers:
-            torch.mul(maximum[..., 0], LN2, out=self.sums.answers[LARGEST_SCORE][at])
-        if sink is not None:
-            maximum = maximum.maximum(sink)
-        relative_scores = scores.sub_(maximum)
-        weights = relative_scores.exp2()  # [batch head query key], at most 1
-
-        origin = 0  # From where positions are counted.
-        if self.pattern.is_partial:
-            # A window is short beside positions late in a long sequence, and a difference of two
-            # large numbers would have their rounding.
-            origin = queries.start
-            self.values[sequences, kv_heads, keys, -1] = self.positions[keys] - origin
-        values = self.values[sequences, kv_heads, keys]  # [batch kv_head key d_v+2]
-        sums = self._weighted_sums(weights, values)  # [batch head query d_v+2]
-        key_total = sums[..., self.d_v]  # [batch head query]
-        position_sum = sums[..., self.d_v + 1]
-        total = key_total
-        if sink is not None:
-            # The sink is one more entry of the row, which has no key and no value.
-            total = key_total + (sink - maximum).exp2()[..., 0]
-        log2_total = total.log2()
-        torch.div(sums[..., : self.d_v], total[..., None], out=self.z[at])
-        # Σ A (q-k) = q Σ A - Σ A k
-        query_share = self.positions[queries] - origin
-        if sink is not None:
-            query_share = query_share * (key_total / total)
-        torch.sub(query_share, position_sum / total, out=self.distance[at])
-        # log2 Σ 2^s = maximum + log2 Σ 2^(s - maximum)
-        torch.add(maximum[..., 0], log2_total, out=self.log2_sums[at])
-        self.sums.add(tile, heads, weights, total)
-
-        if self.entropy is not None:
-            # A = weight / total, so log2 A = relative_score - log2 total, and
-            # -Σ A log2 A = log2 total · Σ A - Σ weight · relative_score / total.
-            # `mul_` overwrites the scores, which nothing below reads.
-            mean_score = relative_scores.mul_(weights).sum(-1) / total
-            if sink is not None:
-                log2_total = log2_total * (key_total / total)
-            torch.sub(log2_total, mean_score, out=self.entropy[at])
-        for name, mass in self.masses.items():
-            batch, query, key = self.pairs[name].members_seen(sequences, queries, keys, self.window)
-            attention = weights[batch, :, query, key] / total[batch, :, query]  # [pair head]
-            # A query with several keys occurs several times: accumulate, do not overwrite.
-            masses = mass[sequences, queries, heads]
-            masses.index_put_((batch, query), attention, accumulate=True)
-
-    def scores(self, tile: _Tile, heads: slice, kv_heads: slice) -> Tensor:
-        """A tile of scores in base 2, masked where unseen: `[batch head query key]`."""
-        sequences, queries, keys = tile
-        count = queries.stop - queries.start
-        scaled = self.pattern.q[sequences, heads, queries] * self.scale
-        scores = products_of(scaled, self.pattern.k[sequences, kv_heads, keys])
-        if self.cap is not None:
-            scores.tanh_().mul_(self.cap)
-        if self.slopes is not None:
-            # Of the distance and not of the key, because a small number has a small rounding.
-            behind = distances(self.positions[queries], self.positions[keys])
-            scores.addcmul_(self.slopes[heads], behind, value=-1)
-        # Masked behind the cap, which would lift a masked score.
-        # Keys before the first query are in the past of all queries of the tile. So only the square
-        # at the end of the tile, which the diagonal crosses, needs a mask of the future.
-        scores[..., queries.start - keys.start :] += self.future[:count, :count]
-        behind_last = queries.stop - self.window
-        if behind_last > keys.start:
-            # The last query does not see the keys before this one, and others do not see a part.
-            some_keys = torch.arange(keys.start, behind_last, device=scores.device)
-            some_queries = torch.arange(queries.start, queries.stop, device=scores.device)
-            is_unseen = distances(some_queries, some_keys) >= self.window
-            scores[..., : len(some_keys)].masked_fill_(is_unseen, MASKED)
-        return scores
-
-    def _weighted_sums(self, weights: Tensor, values: Tensor) -> Tensor:
-        """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
-        sums = weighted_values(weights, values)
-        # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
-        # sums stay float32. `rounded` returns the same tensor if there is nothing to round.
-        rounded_weights = rounded(weights, self.pattern.number_format)
-        if rounded_weights is not weights:
-            # The columns of Σ weight and Σ weight · k stay those of exact weights.
-            sums[..., : self.d_v] = weighted_values(rounded_weights, values)[..., : self.d_v]
-        return sums
-
-
 def _dot(queries: Tensor, keys: Tensor) -> Tensor:
     """Each query `[batch head pos d]` times the key `[batch kv_head pos d]` at its place."""
     if queries.shape[1] == keys.shape[1]:
@@ -648,25 +416,6 @@ def _dot(queries: Tensor, keys: Tensor) -> Tensor:
     return torch.stack(products, dim=2).flatten(1, 2)
 
 
-def _tiles(q: Tensor, window: int) -> Iterator[_Tile]:
-    """Tiles of the sequences and queries, each with the keys that any of its queries sees."""
-    batch, heads, n_ctx, _ = q.shape
-    most_queries = _queries_in_tile(q)
-    most_keys = min(n_ctx, window + most_queries - 1)
-    # One sequence is little if T is small, so a tile takes as many as the bytes of float32 allow.
-    bytes_of_sequence = 4 * heads * most_queries * most_keys
-    most_sequences = max(1, TILE_BYTES[q.device.type] // bytes_of_sequence)
-    for first_sequence in range(0, batch, most_sequences):
-        sequences = slice(first_sequence, min(first_sequence + most_sequences, batch))
-        for first_query in range(0, n_ctx, most_queries):
-            queries = slice(first_query, min(first_query + most_queries, n_ctx))
-            yield _Tile(sequences, queries, slice(max(0, first_query - window + 1), queries.stop))
-
-
-def _queries_in_tile(q: Tensor) -> int:
-    return min(TILE_QUERIES[q.device.type], q.shape[2])
-
-
 def uniform_pattern(
     matches: Mapping[str, TokenPairs], tokens: Tensor, window: int | None = None
 ) -> FusedPattern:
@@ -674,7 +423,7 @@ def uniform_pattern(
     batch, n_ctx = tokens.shape
     zeros = torch.zeros(batch, 1, n_ctx, 1, device=tokens.device)
     facts = AttentionFacts(1.0, window=window)
-    return FusedPattern(zeros, zeros, zeros, facts, matches, {"entropy", *matches})
+    return FusedPattern(zeros, zeros, zeros, facts, matches, {ENTROPY, *matches})
 
 
 def _attention(scores: Tensor, lse: Tensor) -> Tensor:

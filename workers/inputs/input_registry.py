@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from headcount.schemas.errors import ScanError, counted
-from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.registry import Entry, Option, Registry, options_of
 from headcount.schemas.scans.scan import Scan
-from headcount.schemas.scans.values import Count, TokenId
+from headcount.schemas.values import Count, TokenId
 from headcount.workers.inputs.corpus.corpus import Corpus, Tokenizer, choice
 
 CHOICE = options_of(choice)  # options that every family of text has

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from headcount.schemas.errors import CorpusError, ModelError, ScanError, printable
 from headcount.schemas.files.document_fates import OTHER, Fates
-from headcount.schemas.files.places import Place
+from headcount.schemas.places import Place
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs import INPUTS, Draw, InputFamily, Labelled
 from headcount.workers.inputs.corpus.corpus import Corpus
@@ -25,8 +25,8 @@ from headcount.workers.inputs.corpus.sequence_index import Findings, Origin, Seq
 from headcount.workers.inputs.corpus.text_files import check_bundled, text_record
 from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT
 from headcount.workers.inputs.store.token_store import TokenStore
-from headcount.workers.model.files.model_info import ModelInfo, no_token
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.model_info import ModelInfo, no_token
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 
 LISTED_PARTS = 20  # parts of a corpus that an error message lists
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.pattern import Pattern
-from headcount.schemas.scans.values import Index
 from headcount.schemas.statistics.effects import Bits, quantised
+from headcount.schemas.values import Index
 from headcount.workers.engine.changes import replaced
 from headcount.workers.engine.token_pairs import find_matches
 from headcount.workers.interventions.intervention_registry import intervention

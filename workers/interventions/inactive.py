@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.pattern import Pattern
-from headcount.schemas.scans.values import BelowOne, Positive, Seed
 from headcount.schemas.statistics.head_results import head_output_norm_last
 from headcount.schemas.statistics.norms import head_output_norm, sink_value_norm, value_norm
 from headcount.schemas.statistics.shape import entropy
 from headcount.schemas.statistics.sink import sink_alpha
+from headcount.schemas.values import BelowOne, Positive, Seed
 from headcount.workers.interventions.heads import to_first
 from headcount.workers.interventions.intervention_registry import intervention
 

@@ -24,9 +24,9 @@ from typing import Any, get_origin
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError, ScanError, unknown
+from headcount.schemas.measured_heads import find_heads
 from headcount.schemas.registry import Entry, Registry
 from headcount.schemas.scans.intervention import NONE, Intervention, InterventionPart
-from headcount.schemas.scans.measured_heads import find_heads
 from headcount.workers.engine.changes import (
     CHANGEABLE_ACTIVATIONS,
     LABELS,
@@ -36,7 +36,7 @@ from headcount.workers.engine.changes import (
     Streaming,
     readable,
 )
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import ChangeableWeight, Model
 
 CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headcount.schemas.scans.values import Factor, Index, Seed
+from headcount.schemas.values import Factor, Index, Seed
 from headcount.workers.engine.changes import replaced
 from headcount.workers.interventions.intervention_registry import LargestValue, intervention
 from headcount.workers.interventions.sinks import random_directions

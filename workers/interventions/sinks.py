@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.pattern import TIE
-from headcount.schemas.scans.values import Count, Factor, Index, Positive, Seed
+from headcount.schemas.values import Count, Factor, Index, Positive, Seed
 from headcount.workers.engine.changes import hide, replaced
 from headcount.workers.interventions.intervention_registry import LargestValue, intervention
 from headcount.workers.model.circuit import Circuit, massive

@@ -13,12 +13,12 @@ from pydantic import Field
 from torch import Tensor
 
 from headcount.schemas.errors import ScanError
+from headcount.schemas.measured_heads import Head
 from headcount.schemas.scans.head_groups import groups_of, groups_text
-from headcount.schemas.scans.measured_heads import Head
-from headcount.schemas.scans.values import Count, Index
+from headcount.schemas.values import Count, Index
 from headcount.workers.engine.changes import Streaming, hide
 from headcount.workers.interventions.intervention_registry import intervention
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 
 GroupCount = Annotated[int, Field(ge=1, le=1024)]
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from headcount.schemas.scans.values import Count
+from headcount.schemas.values import Count
 from headcount.workers.engine.changes import replaced
 from headcount.workers.interventions.intervention_registry import intervention
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from headcount.schemas.errors import MeasureError
 from headcount.schemas.files.parquet import table_of
-from headcount.schemas.files.tables import Table
 from headcount.schemas.formulas import Formula, Kind
-from headcount.schemas.scans.kinds import TABLES, schema_of_rows
-from headcount.schemas.scans.measured_heads import ABSENT, MeasuredHeads
+from headcount.schemas.kinds import TABLES, schema_of_rows
+from headcount.schemas.measured_heads import ABSENT, MeasuredHeads
+from headcount.schemas.tables import Table
 from headcount.workers.measurements.moments import merged_moments, places_on_axes
 
 Columns = dict[str, np.ndarray]

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from headcount.schemas.files.parquet import table_of
 from headcount.schemas.files.run_directory import pc
-from headcount.schemas.files.tables import ROLLUPS
 from headcount.schemas.histogram_bins import Axis
+from headcount.schemas.tables import ROLLUPS
 
 COUNTERS = 2**20  # bins of histograms that are counted at once, 8 bytes each
 

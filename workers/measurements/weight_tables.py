@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from headcount.schemas.errors import MeasureError
 from headcount.schemas.formula_kinds import LAYER_WEIGHTS, MODEL_WEIGHTS
 from headcount.schemas.formulas import Formula, Kind, evaluate
-from headcount.schemas.scans.kinds import schema_of_rows
-from headcount.schemas.scans.measured_heads import MeasuredHeads
+from headcount.schemas.kinds import schema_of_rows
+from headcount.schemas.measured_heads import MeasuredHeads
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.weight_statistics.geometry import centred
 from headcount.workers.measurements.results import rows_by_name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.places import reason
+from headcount.schemas.places import reason
 from headcount.workers.model.attention_facts import (
     AttentionFacts,
     AttentionSizes,
@@ -22,7 +22,7 @@ from headcount.workers.model.attention_facts import (
 )
 from headcount.workers.model.attention_layers import attending, number_of, own_attention
 from headcount.workers.model.bare_modules import ATTENTION, PROJECTIONS, child_of
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 
 CHECK_TOKENS = 16  # of the check, if no window is shorter
 LARGEST_WINDOW = 256  # beyond which the check does not look; masks say larger ones

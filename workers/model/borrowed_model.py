@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.places import reason
+from headcount.schemas.places import reason
 from headcount.workers.model.adapters import adapters_of, merge_adapters
 from headcount.workers.model.attention_check import (
     CHECK_TOKENS,
@@ -27,8 +27,8 @@ from headcount.workers.model.attention_check import (
 )
 from headcount.workers.model.attention_layers import own_attention
 from headcount.workers.model.bare_modules import find_modules
-from headcount.workers.model.files.loading import bridgeable, model_of, modules_of_bridge
-from headcount.workers.model.files.model_info import SHAPE, ModelInfo, shape_of, text_config
+from headcount.workers.model.info.model_info import SHAPE, ModelInfo, shape_of, text_config
+from headcount.workers.model.loading import bridgeable, model_of, modules_of_bridge
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on

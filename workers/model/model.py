@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.places import reason
+from headcount.schemas.places import reason
 from headcount.workers.model.attention_check import (
     SeenEnough,
     ShownAttention,
@@ -33,7 +33,7 @@ from headcount.workers.model.bare_modules import (
     projection,
 )
 from headcount.workers.model.circuit import Circuit, effective_positions
-from headcount.workers.model.files.model_info import ModelInfo, text_config
+from headcount.workers.model.info.model_info import ModelInfo, text_config
 from headcount.workers.model.rotations import Rotation
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import platformdirs
 
 from headcount.schemas.errors import RunError
-from headcount.schemas.files.fingerprints import digest, module_code
+from headcount.schemas.fingerprints import digest, module_code
 from headcount.schemas.packages import MEASURING, PACKAGE
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headcount.schemas.files.fingerprints import digest, module_code
+from headcount.schemas.fingerprints import digest, module_code
 from headcount.schemas.formula_kinds import GRADIENTS
 from headcount.schemas.formulas import Formula
 from headcount.schemas.packages import PACKAGE
@@ -26,7 +26,8 @@ PATTERN_CODE = (
     *ENGINE_CODE,
     "workers.engine.dense_pattern",
     "workers.engine.fused_pattern",
-    "workers.engine.kernel.sweep_kernel",
+    "workers.engine.tile_sweep",
+    "workers.kernel.sweep_kernel",
 )
 WEIGHT_CODE = (*MODEL_CODE, "workers.model.layer_weights")
 CIRCUIT_CODE = (*WEIGHT_CODE, "workers.model.circuit")
@@ -36,9 +37,9 @@ PREDICTION_CODE = (*ENGINE_CODE, "workers.engine.prediction_inputs")
 GRADIENT_CODE = (
     *PATTERN_CODE,
     "workers.engine.prediction_inputs",
-    "workers.engine.gradient_engine",
-    "workers.engine.attention_gradient",
-    "workers.engine.stream_writes",
+    "workers.gradients.gradient_engine",
+    "workers.gradients.attention_gradient",
+    "workers.gradients.stream_writes",
 )
 
 PROVIDERS: dict[str, tuple[str, ...]] = {

@@ -4,7 +4,7 @@ from headcount.exports.confirmation import layer_types_problem
 from headcount.exports.formats.windows.window_choice import choose_windows, problem_of_windows
 from headcount.exports.registry import Exported, Needs, export_format
 from headcount.exports.source import ExportSource
-from headcount.schemas.scans.values import Count, Index
+from headcount.schemas.values import Count, Index
 
 
 def needs_of_windows(sink: int, window: int) -> Needs:

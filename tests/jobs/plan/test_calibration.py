@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from headcount.jobs.plan.calibration import drawn_heads
-from headcount.schemas.scans.measured_heads import Head
+from headcount.schemas.measured_heads import Head
 
 LAYERS, HEADS = 30, 9
 

@@ -28,8 +28,8 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import gather
-from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory, pc
+from headcount.schemas.places import write_whole
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.store.token_store import forget_open_files

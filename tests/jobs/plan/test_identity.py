@@ -12,11 +12,11 @@ import pytest
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
-from headcount.schemas.files.fingerprints import fingerprint
+from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
-from headcount.workers.model.files.bundled_models import BUNDLED
+from headcount.workers.model.info.bundled_models import BUNDLED
 from tests.toys.runs_here import begun
 from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_runs import local

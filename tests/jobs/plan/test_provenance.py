@@ -269,7 +269,7 @@ def test_everything_that_a_formula_can_read_has_its_providers():
     of_effects = {f.name for f in FORMULAS if f.needs_gradients}
     reading = {f.name for f in FORMULAS if module in provider_modules(f)}
     assert reading == {*PREDICTIONS} | of_effects
-    assert "workers.engine.kernel.sweep_kernel" in provider_modules(STATISTICS["entropy"])
+    assert "workers.kernel.sweep_kernel" in provider_modules(STATISTICS["entropy"])
     assert "workers.engine.token_pairs" in provider_modules(STATISTICS["induction_score"])
     assert "workers.engine.token_pairs" not in provider_modules(STATISTICS["entropy"])
 

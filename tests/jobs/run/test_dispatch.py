@@ -42,8 +42,8 @@ from headcount.jobs.upkeep.status import read_status
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.scans.scan import parse_scan
-from headcount.schemas.scans.values import in_toml
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.schemas.values import in_toml
+from headcount.workers.model.info.model_info import ModelInfo
 from tests import ROOT
 from tests.tools.processes import Command, free_port, kept_endings
 from tests.tools.workers import NODE_OPTIONS, joined_cluster, start_cluster

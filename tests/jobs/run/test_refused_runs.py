@@ -21,10 +21,10 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.jobs.upkeep.removal import remove
 from headcount.schemas.errors import HeadcountError, ModelError, RunError
 from headcount.schemas.files.commits import gather
-from headcount.schemas.files.places import write_whole
 from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import write_whole
 from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.model.files.model_info import ModelInfo
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.replica import Replica
 from tests.toys.runs_here import run_here
 from tests.toys.toy_corpora import write_jsonl

@@ -31,9 +31,9 @@ from headcount.queries.ask.answers import run_query
 from headcount.queries.open.connection import connect, hold_to_commits
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import taken_back, write_segment
-from headcount.schemas.files.places import names
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
-from headcount.schemas.scans.kinds import OF_MERGED, TABLES
+from headcount.schemas.kinds import OF_MERGED, TABLES
+from headcount.schemas.places import names
 from tests import ROOT
 from tests.tools.deaths import killed_after
 from tests.tools.workers import joined_cluster

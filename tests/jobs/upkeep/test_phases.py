@@ -18,8 +18,8 @@ from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.removal import check_removable, remove
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.errors import CorpusError, RunError
-from headcount.schemas.files.places import place
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
+from headcount.schemas.places import place
 from tests import ROOT
 from tests.jobs.upkeep.test_status import NOW, gather_shards, make_run, say
 from tests.s3.s3_server import Rule

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import describe
+from headcount.workers.model.info.model_info import describe
+from headcount.workers.model.loading import load_model
 from tests.toys import model_families
 from tests.toys import toy_models as toy
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.engine.kernel import sweep_kernel as kernel
-from headcount.workers.engine.kernel.kernel_check import ALLOWED, DRAWN_FACTS, PLAIN, Shape, compare
-from headcount.workers.engine.kernel.sweep_kernel import Swept, available, sweep
+from headcount.workers.engine.tile_sweep import Swept
 from headcount.workers.engine.token_pairs import TokenPairs, find_matches
+from headcount.workers.kernel import sweep_kernel as kernel
+from headcount.workers.kernel.kernel_check import ALLOWED, DRAWN_FACTS, PLAIN, Shape, compare
+from headcount.workers.kernel.sweep_kernel import available, sweep
 from headcount.workers.model.attention_facts import AttentionFacts
 from tests import ROOT
 from tests.reference.attention_answers import defined_answers

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.commands.doctor import compared_layers
-from headcount.workers.engine.kernel import sweep_kernel
-from headcount.workers.engine.kernel.kernel_check import (
+from headcount.workers.engine.tile_sweep import Sweep, Swept
+from headcount.workers.engine.token_pairs import TokenPairs
+from headcount.workers.kernel import sweep_kernel
+from headcount.workers.kernel.kernel_check import (
     ALLOWED,
     D_HEADS,
     DRAWN_FACTS,
@@ -36,8 +38,6 @@ from headcount.workers.engine.kernel.kernel_check import (
     layers_of,
     proven_sweep,
 )
-from headcount.workers.engine.kernel.sweep_kernel import Sweep, Swept
-from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
 from tests.reference.attention_answers import defined_answers
 from tests.tools.pairwise import sampled

@@ -16,7 +16,15 @@ from headcount.workers.engine.changes import Streaming
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_engine import streamed_attention
 from headcount.workers.engine.fused_pattern import FusedPattern
-from headcount.workers.engine.kernel.sweep_kernel import Swept
+from headcount.workers.engine.tile_sweep import (
+    ENTROPY,
+    LARGEST_SCORE,
+    RECEIVED,
+    Above,
+    Distant,
+    Question,
+    Swept,
+)
 from headcount.workers.engine.token_pairs import STORED_PER_QUERY, TokenPairs, find_matches
 from headcount.workers.model.attention_facts import AttentionFacts
 from tests.reference.attention_answers import defined_pattern, defined_scores
@@ -122,9 +130,9 @@ def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int):
     with Largest() as largest:
         # A single token repeated makes all pairs copies of one another.
         matches = find_matches(torch.arange(n_ctx)[None] % alphabet)
-        questions = {"entropy", "received", "largest score", *matches}
-        questions |= {f"distant {sink} {recent}" for sink, recent in DISTANT}
-        questions |= {f"above {first}" for first in ABOVE}
+        questions: set[Question] = {ENTROPY, RECEIVED, LARGEST_SCORE, *matches}
+        questions |= {Distant(*numbers) for numbers in DISTANT}
+        questions |= {Above(first) for first in ABOVE}
         all_answers(FusedPattern(q, k, v, AttentionFacts(0.25), matches, questions), matches)
     # The largest are the tile [head 64 key], its pairs [pair 3] and the values with their two extra
     # columns.
@@ -138,7 +146,7 @@ def test_no_tensor_grows_with_the_square_of_n_ctx(n_ctx: int, alphabet: int):
 def test_a_question_asked_once_is_answered_by_the_next_sweep():
     q, k, v, tokens = random_inputs(1, 2, 40, 4)
     matches = find_matches(tokens)
-    questions: set[str] = set()
+    questions: set[Question] = set()
     first = FusedPattern(q, k, v, AttentionFacts(0.5), matches, questions)
     first.entropy()
     first.mass(matches["copies"])
@@ -276,7 +284,7 @@ def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int):
     assert fused.window == dense.window == min(facts.window or n_ctx, n_ctx)
     patterns = [(every, fused), (every, dense), ([3, 1], fused.only([3, 1]))]
     # The second time, the questions are known before the sweep.
-    questions: set[str] = set()
+    questions: set[Question] = set()
     swept_by_kernel = (
         (every, FusedPattern(q, k, v, facts, matches, questions, sweep=tiles_as_kernel))
         for _ in range(2)
@@ -294,7 +302,7 @@ def test_both_patterns_answer_by_the_facts_of_a_layer(name: str, n_ctx: int):
             assert_close(answer, of_heads, question)
         n_seen = pattern.seen(matches["copies"])
         assert (n_seen > 0).equal(expected["copies"].sum(1) > 0)
-    assert {"largest score", "received", "distant 4 3", "above 3"} <= questions
+    assert {LARGEST_SCORE, RECEIVED, Distant(4, 3), Above(3)} <= questions
 
 
 @pytest.mark.parametrize("n_ctx", [5, 70])

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.tables import uniform_column
 from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.tables import uniform_column
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.interventions import INTERVENTIONS
 from headcount.workers.replica import InterventionMeasurements, Replica

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from headcount.schemas.errors import CorpusError, RunError
-from headcount.schemas.files.places import place
+from headcount.schemas.places import place
 from headcount.workers.inputs.corpus.documents import Reading, Source
 from headcount.workers.inputs.store import extents, preparation, token_store
 from headcount.workers.inputs.store.extents import Extent, extents_of, sources_now
@@ -37,7 +37,7 @@ from headcount.workers.inputs.store.token_store import (
     forget_open_files,
     open_portion,
 )
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import packed, write_parquet

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import headcount
-from headcount.workers.model.files.loading import _stub_tokenizer
+from headcount.workers.model.loading import _stub_tokenizer
 from headcount.workers.model.rotations import IS_NOTED
 from tests.tools.pairwise import sampled
 from tests.toys.toy_models import CONFIGS, D_VOCAB

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import headcount
-from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import describe, find_model
+from headcount.workers.model.info.model_info import describe, find_model
+from headcount.workers.model.loading import load_model
 from headcount.workers.replica import Replica
 from tests.toys import model_families
 from tests.toys.toy_models import toy_scan

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import headcount
-from headcount.schemas.scans.kinds import KINDS
-from headcount.workers.model.files.loading import load_model
-from headcount.workers.model.files.model_info import describe
+from headcount.schemas.kinds import KINDS
+from headcount.workers.model.info.model_info import describe
 from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
+from headcount.workers.model.loading import load_model
 from headcount.workers.model.model import bridge_of
 from headcount.workers.replica import Replica
 from tests.tools.processes import Command

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.files.tables import carried_name
+from headcount.schemas.tables import carried_name
 from headcount.workers.inputs.corpus.documents import PART, Reading, Source, Value
 
 AllowedValues = Value | list[Value]  # what `where` may say of a field: one value, or several

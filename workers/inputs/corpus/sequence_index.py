@@ -21,7 +21,7 @@ import xxhash
 
 from headcount.schemas.errors import printable
 from headcount.schemas.files.document_fates import FATES, OTHER, Fates
-from headcount.schemas.files.tables import carried_name
+from headcount.schemas.tables import carried_name
 from headcount.workers.inputs.corpus.corpus import Corpus
 from headcount.workers.inputs.corpus.documents import PART, as_text, is_one_of
 from headcount.workers.inputs.store.token_store import (

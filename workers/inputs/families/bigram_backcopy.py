@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.values import Share
+from headcount.schemas.values import Share
 from headcount.workers.inputs.corpus.text_files import read_text
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family
 

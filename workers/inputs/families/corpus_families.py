@@ -7,8 +7,8 @@ from typing import Literal
 
 from headcount.schemas.errors import CorpusError, ScanError, printable
 from headcount.schemas.files.input_files import check_real_path, check_regular
-from headcount.schemas.files.places import StorePath, matching, place, reason
-from headcount.schemas.scans.values import Count, Index, TokenId
+from headcount.schemas.places import StorePath, matching, place, reason
+from headcount.schemas.values import Count, Index, TokenId
 from headcount.workers.inputs.corpus.corpus import Corpus, CountedTokens, ReplacedToken
 from headcount.workers.inputs.corpus.documents import COMPRESSED, Source, open_hub
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, kind_of, located

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.values import SubSequence
+from headcount.schemas.values import SubSequence
 from headcount.workers.inputs.input_registry import Draw, Labelled, different_tokens, input_family
 
 

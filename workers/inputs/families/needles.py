@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from headcount.schemas.errors import ScanError, counted
-from headcount.schemas.scans.values import Count, Index, Share
+from headcount.schemas.values import Count, Index, Share
 from headcount.workers.inputs.corpus.corpus import Tokenizer
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
 from headcount.workers.inputs.input_registry import Draw, Labelled, input_family, token_range

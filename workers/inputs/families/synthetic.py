@@ -3,7 +3,7 @@
 import numpy as np
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.values import Share, Zipf
+from headcount.schemas.values import Share, Zipf
 from headcount.workers.inputs.input_registry import (
     Draw,
     Labelled,

@@ -30,7 +30,7 @@ from headcount.workers.inputs.store.token_store import (
     open_portion,
     read_record,
 )
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 
 PORTION_LETTERS = 16 << 20  # letters of text with which a portion is full
 PORTION_DOCUMENTS = 1 << 17  # documents of a portion at most

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.schemas.errors import CorpusError, RunError, printable, unknown
-from headcount.schemas.files.places import Place, listed, names, reason, stats
+from headcount.schemas.places import Place, listed, names, reason, stats
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.store.preparation import is_whole
 from headcount.workers.inputs.store.token_store import (

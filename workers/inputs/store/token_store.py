@@ -30,7 +30,7 @@ import xxhash
 
 from headcount.schemas.errors import CorpusError, RunError
 from headcount.schemas.files.digests import digest_of
-from headcount.schemas.files.places import (
+from headcount.schemas.places import (
     Place,
     StorePath,
     names,
@@ -42,7 +42,7 @@ from headcount.schemas.files.places import (
 )
 from headcount.workers.inputs.corpus.documents import Document, Reading
 from headcount.workers.inputs.store.extents import Extent
-from headcount.workers.model.files.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.workers.engine.fused_pattern import FusedPattern
-from headcount.workers.engine.kernel import sweep_kernel
-from headcount.workers.engine.kernel.sweep_kernel import Sweep
 from headcount.workers.engine.number_formats import HALVES, rounded
+from headcount.workers.engine.tile_sweep import Sweep
 from headcount.workers.engine.token_pairs import TokenPairs, find_matches
+from headcount.workers.kernel import sweep_kernel
 from headcount.workers.model.attention_facts import AttentionFacts, window_of
 
 if TYPE_CHECKING:

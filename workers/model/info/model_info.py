@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from headcount.schemas.errors import ModelError, unknown
 from headcount.schemas.files.input_files import check_input_directory
-from headcount.schemas.files.places import reason
-from headcount.workers.model.files.bundled_models import BUNDLED, BUNDLED_MODELS
-from headcount.workers.model.files.model_files import (
+from headcount.schemas.places import reason
+from headcount.workers.model.info.bundled_models import BUNDLED, BUNDLED_MODELS
+from headcount.workers.model.info.model_files import (
     ADAPTER_WEIGHTS,
     CONFIG,
     LEGACY_WEIGHTS,
@@ -31,7 +31,7 @@ from headcount.workers.model.files.model_files import (
     read_object,
     sha256_of,
 )
-from headcount.workers.model.files.special_tokens import (
+from headcount.workers.model.info.special_tokens import (
     TOKENIZER_NAMES,
     first_in_vocabulary,
     special_tokens,

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.files.places import reason
+from headcount.schemas.places import reason
 from headcount.workers.model.adapters import apply_adapter
 from headcount.workers.model.attention_check import CHECK_TOKENS, drawn_tokens
 from headcount.workers.model.attention_layers import take_over_attention
@@ -34,8 +34,8 @@ from headcount.workers.model.bare_modules import (
     key_projections,
     rotary_modules,
 )
-from headcount.workers.model.files.model_files import CONFIG, read_object, weight_files
-from headcount.workers.model.files.model_info import LEGACY_PLAIN, SHAPE, ModelInfo
+from headcount.workers.model.info.model_files import CONFIG, read_object, weight_files
+from headcount.workers.model.info.model_info import LEGACY_PLAIN, SHAPE, ModelInfo
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
 if TYPE_CHECKING:

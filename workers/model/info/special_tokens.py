@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.files.model_files import CONFIG, read_object
-from headcount.workers.model.files.text_tokenizer import check_tokenizer_files, load_tokenizer
+from headcount.workers.model.info.model_files import CONFIG, read_object
+from headcount.workers.model.info.text_tokenizer import check_tokenizer_files, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

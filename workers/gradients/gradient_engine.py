@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.formula_kinds import DIRECT_GRADIENTS
-from headcount.workers.engine.attention_gradient import FusedAttention
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.engine import PassRequest, StopPass
 from headcount.workers.engine.fused_engine import FusedEngine, FusedPass
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.number_formats import linears_in
 from headcount.workers.engine.prediction_inputs import row_chunks
-from headcount.workers.engine.stream_writes import LayerWrites, StreamWrites, first_of
+from headcount.workers.engine.tile_sweep import Question
+from headcount.workers.gradients.attention_gradient import FusedAttention
+from headcount.workers.gradients.stream_writes import LayerWrites, StreamWrites, first_of
 from headcount.workers.model.attention_facts import AttentionFacts, weighted_values
 
 LOGIT_PARTS = 5
@@ -131,7 +132,7 @@ class _GradientPass(FusedPass):
             pattern.with_other_keys = partial(self._with_other_keys, layer, q.detach(), facts)
             z = weighted_values(pattern.pattern, v)
         else:
-            questions = self.engine.questions if is_shown else set[str]()
+            questions = self.engine.questions if is_shown else set[Question]()
             factors = (q.detach(), k.detach(), v.detach())
             how = (self.engine.formats.scores, self.engine.sweep)
             pattern = FusedPattern(*factors, facts, self.request.matches, questions, *how)

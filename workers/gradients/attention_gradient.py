@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headcount.workers.engine.fused_pattern import LN2, FusedPattern, TileSweep
+from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.engine.tile_sweep import LN2, TileScores
 from headcount.workers.model.attention_facts import by_shared_head, products_of, weighted_values
 
 
@@ -39,11 +40,11 @@ def attention_gradient(pattern: FusedPattern, dz: Tensor) -> tuple[Tensor, Tenso
     dq, dk, dv = (torch.zeros_like(factor) for factor in (q, k, v))
     mean = torch.linalg.vecdot(dz, pattern.z)[..., None]  # [batch head query 1]
     log2_sums = pattern.lse[..., None] / LN2
-    sweep = TileSweep(pattern, set())
-    for tile, heads, kv_heads in sweep.parts():
+    tile_scores = TileScores(q, k, pattern.facts)
+    for tile, heads, kv_heads in tile_scores.parts():
         sequences, queries, keys = tile
         of_queries, of_keys = (sequences, heads, queries), (sequences, kv_heads, keys)
-        scores = sweep.scores(tile, heads, kv_heads)  # [batch head query key], in base 2
+        scores = tile_scores.scores(tile, heads, kv_heads)  # [batch head query key], in base 2
         attention = (scores - log2_sums[of_queries]).exp2_()
         d_scores = products_of(dz[of_queries], v[of_keys]).sub_(mean[of_queries]).mul_(attention)
         if cap is not None:

@@ -12,7 +12,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from headcount.schemas.files.tables import (
+from headcount.schemas.formula_kinds import CURVES
+from headcount.schemas.formulas import Formula, Kind
+from headcount.schemas.predictions import PREDICTIONS
+from headcount.schemas.profiles import PROFILES
+from headcount.schemas.statistics import STATISTICS
+from headcount.schemas.tables import (
     HEADS,
     ROLLUPS,
     SAMPLES,
@@ -21,11 +26,6 @@ from headcount.schemas.files.tables import (
     Table,
     carried_column,
 )
-from headcount.schemas.formula_kinds import CURVES
-from headcount.schemas.formulas import Formula, Kind
-from headcount.schemas.predictions import PREDICTIONS
-from headcount.schemas.profiles import PROFILES
-from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 
 # A curve is a profile that is stored for every sequence.

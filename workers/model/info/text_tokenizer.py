@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.files.model_files import check_no_pointer
+from headcount.workers.model.info.model_files import check_no_pointer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
 """The values that fields and options may have: types with a range, and errors about wrong values.
 
 Each type here is an alias of a plain type. Code fingerprints see the plain type, because what is
-refused does not change any number (`schemas.files.fingerprints`).
+refused does not change any number (`schemas.fingerprints`).
 """
 
 from __future__ import annotations

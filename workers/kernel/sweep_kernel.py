@@ -10,13 +10,13 @@ from __future__ import annotations  # without triton there is no tl
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
+from headcount.workers.engine.tile_sweep import Swept
 from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import AttentionFacts
 
@@ -75,20 +75,6 @@ TILE_SIZES = {
 
 H100_SHARED_BYTES = 227 << 10  # shared memory of a program
 SMALL_TILES = TileSizes(32, 32, 32, 4, 1)  # for d_head > 64 in less shared memory
-
-
-@dataclass(frozen=True)
-class Swept:
-    """What one sweep answers, in float32; all but z are `[batch head query]`."""
-
-    z: Tensor  # `Σ_k A[q,k] v[k]`: `[batch head pos d_head]`, in memory `[batch pos head d_head]`
-    lse: Tensor  # `ln Σ_k exp S[q,k]`
-    distance: Tensor  # `Σ_k A[q,k] (q-k)`
-    entropy: Tensor | None  # `-Σ_k A[q,k] ln A[q,k]` in nats, if it was asked for
-    masses: tuple[Tensor, ...]  # `Σ_{k in pairs[q]} A[q,k]` for each of the pairs
-
-
-Sweep = Callable[..., Swept]  # the function `sweep`, or what stands in its place
 
 
 def available(device: torch.device) -> bool:

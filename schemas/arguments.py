@@ -12,7 +12,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from headcount.schemas.errors import HeadcountError, printable, unknown
-from headcount.schemas.scans.values import problem_of, shortened
+from headcount.schemas.values import problem_of, shortened
 
 LONGEST_TEXT = 4_096  # characters of a name or a path, of which file systems take no more
 
