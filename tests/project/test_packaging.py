@@ -154,11 +154,11 @@ def run_in(directory: Path, *words: str | Path, said: str = "") -> str:
 
 
 SCANNED = (
-    r"(\S+: [\d,]+ tokens, \d+ shards?, 0 of them done\n"
-    r"(?:[\d,]+ of [\d,]+ tokens, .* left\n)*"
+    r"((?:starting\n|planning\n)*\S+: [\d,]+ tokens, \d+ shards?, 0 of them done\n"
+    r"(?:planning\n|loading the model\n|[\d,]+ of [\d,]+ tokens, .*\n)*"
     r"[\d,]+ tokens in .*\n)"
 )
-"""What a scan says of one run. If it takes more than a moment, it also says how far it is."""
+"""What a scan says of one run. If it takes more than a moment, it also says what it does and how far it is."""
 
 
 @pytest.mark.long
