@@ -1,12 +1,11 @@
 """Bring a run to its end: find what is missing, measure it, keep the commit log small.
 
 There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and without. Outcomes of
-shards come from `dispatch` or `measure_in_process`, pass through `followed`, and are shown.
+shards, each a commit or a failure, come from `dispatch` or `measure_in_process`.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from headcount.jobs.endings import finishing_work_in_hand, is_finishing, work_be
 from headcount.jobs.plan.identity import begun_precisions, check_code_of_run
 from headcount.jobs.plan.plan import Plan, check_unextended, extend
 from headcount.jobs.resources import Resources
+from headcount.jobs.run.commit_log import CommitLog
 from headcount.jobs.run.lock import locked
 from headcount.jobs.run.progress import WholeProgress, shown_progress
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
@@ -29,17 +29,14 @@ from headcount.jobs.upkeep.removal import removed_if_it_never_began
 from headcount.schemas.errors import RunError, SilentStoreError, counted
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.commits import (
-    COMMITS_PER_SEGMENT,
-    Segments,
     delete,
-    gather,
     gather_loose,
     gathered_shards,
     taken_back,
     write_segment,
 )
 from headcount.schemas.files.damage import BY_CONTENT, BY_SIZE
-from headcount.schemas.files.run_directory import RunDirectory, differing_keys, holds_whole_shard
+from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import reason
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.interventions.settlement import check_begun
@@ -49,9 +46,6 @@ from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica, is_device_failure, resolve_device
 from headcount.workers.shard import committed_shard, failure_of, note_failure, run_shard
 
-MOST_FAILURES = 20  # stop after so many in a row: their cause is not in the shards
-
-MOST_UNWRITTEN = 3  # the same if they were measured, and the disk or the store did not take them
 FAILURES_SHOWN = 10  # Failures that are said one by one at the end. A full disk may cause hundreds.
 
 
@@ -100,18 +94,23 @@ def run_to_end(
             words = "waiting for replicas" if resources.replicas else "loading the model"
             with shown_progress(console, plan.tokens, tokens_done, words, all_runs) as progress:
                 if resources.replicas:
-                    measured = dispatched(
+                    outcomes = dispatched(
                         plan, requested, resources, tell, replica_class, begin, progress.measured
                     )
                 else:
                     make = partial(replica_class, load=models.load) if models else replica_class
-                    measured = measure_in_process(
+                    outcomes = measure_in_process(
                         plan, requested, resources, make, begin, progress.measured
                     )
-                # An error keeps a generator alive. Closed here, replicas end while there is still a
-                # Ray.
-                with closing(measured), finishing_work_in_hand():
-                    for outcome in followed(run, measured, tell, stop_at_failure):
+                with (
+                    # An error keeps a generator alive. Closed here, replicas end while there is
+                    # still a Ray.
+                    closing(outcomes),
+                    finishing_work_in_hand(),
+                    CommitLog(run, tell, stop_at_failure) as commit_log,
+                ):
+                    for outcome in outcomes:
+                        commit_log.note(outcome)
                         progress.note(outcome)
             failures = progress.failures
         elif previous is None or plan.code in previous.codes or allow_other_code:
@@ -228,80 +227,6 @@ def begin_measuring(plan: Plan, untrue: Sequence[int]) -> None:
     # Drivers that were killed early left them: each gathers only what it measured itself.
     gather_loose(run.commits_directory, run.run_id)
     extend(plan)
-
-
-def followed(
-    run: RunDirectory,
-    outcomes: Iterable[Commit | Failure],
-    tell: Callable[[str], None],
-    stop_at_failure: bool = False,
-) -> Iterator[Commit | Failure]:
-    """Pass outcomes of shards on, and gather their commits whenever there are enough for a segment.
-
-    Says each device and each set of libraries once that differ from those of the run's first
-    commit. Raises `RunError` if attempts at many shards in a row failed in one way: then the cause
-    is not in the shards, and the others need not be tried. Attempts after which a shard is tried
-    again are left out.
-    """
-    begun = run.any_commit()
-    lines_said: set[str] = set()
-    # By whether it was written: sets, because a shard that fails three times is one shard.
-    failed_in_a_row: dict[bool, set[int]] = {True: set(), False: set()}
-    ungathered: list[Commit] = []
-    segments: Segments = {}
-    # A segment is written in the background, because a store may take seconds for it. The next one
-    # waits for it: so there is one at a time, and an error of a segment is raised and not lost.
-    gathering: Future[None] | None = None
-    with ThreadPoolExecutor(1) as background:
-        for outcome in outcomes:
-            if isinstance(outcome, Commit):
-                failed_in_a_row = {True: set(), False: set()}
-                begun = begun or outcome
-                versions, now = (
-                    {entry.library: entry.version for entry in each.versions}
-                    for each in (begun, outcome)
-                )
-                differences = differing_keys(versions, now)
-                if outcome.device != begun.device:
-                    differences.insert(0, f"{outcome.device}, begun on {begun.device}")
-                line = f"{run.run_id}: measured on {outcome.host} with {', '.join(differences)}"
-                if differences and line not in lines_said:
-                    tell(line)
-                    lines_said.add(line)
-                ungathered.append(outcome)
-                # The last few commits stay in files of their own, until there are enough of them.
-                if len(ungathered) == COMMITS_PER_SEGMENT:
-                    if gathering is not None:
-                        gathering.result()
-                    gathering = background.submit(
-                        gather, run.commits_directory, ungathered, segments
-                    )
-                    ungathered = []
-            else:
-                failed_in_a_row[outcome.of_writing].add(outcome.shard)
-                in_a_row = len(failed_in_a_row[outcome.of_writing])
-                _check_failure(run.run_id, outcome, in_a_row, stop_at_failure)
-                if not outcome.is_last:
-                    continue
-            yield outcome
-        if gathering is not None:
-            gathering.result()
-
-
-def _check_failure(run_id: str, failure: Failure, in_a_row: int, stop_at_failure: bool) -> None:
-    """Raise `RunError` if other shards need not be tried after a failure."""
-    advice = "; mend the cause and run the same command again"
-    most, what = MOST_FAILURES, "measured"
-    if failure.of_writing:
-        # An error of writing says itself what to do.
-        most, what, advice = MOST_UNWRITTEN, "written", ""
-    if in_a_row >= most:
-        raise RunError(
-            f"{run_id}: stopped, because {most} shards in a row could not be {what}, the last "
-            f"with: {failure.error}{advice}"
-        )
-    if stop_at_failure and failure.is_last:
-        raise RunError(f"{run_id}: shard {failure.shard} failed: {failure.error}{advice}")
 
 
 def measure_in_process(

@@ -64,10 +64,11 @@ class Progress:
         self._tell()
 
     def note(self, outcome: Commit | Failure) -> None:
-        """A shard is committed, or has failed for good."""
+        """A shard is committed, or an attempt at it has failed."""
         self.in_hand.pop(outcome.shard, None)
         if isinstance(outcome, Failure):
-            self.failures.append(outcome)
+            # A shard that is tried again has not failed yet.
+            self.failures += [outcome] if outcome.is_last else []
         else:
             # The clock starts when the first committed shard was begun, so that loading a model
             # does not make the scan look slow. The host's clock may be wrong, so the shard's

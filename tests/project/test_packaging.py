@@ -158,7 +158,7 @@ SCANNED = (
     r"(?:planning\n|loading the model\n|[\d,]+ of [\d,]+ tokens, .*\n)*"
     r"[\d,]+ tokens in .*\n)"
 )
-"""What a scan says of one run. If it takes more than a moment, it also says what it does and how far it is."""
+"""What a scan says of one run, and what it does and how far it is, if it takes long."""
 
 
 @pytest.mark.long

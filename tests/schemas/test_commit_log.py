@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import headcount.schemas.files.commits as commit_log
-from headcount.jobs.run.loop import followed
+from headcount.jobs.run.commit_log import CommitLog
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.commit import COMMITS, Commit, Failure
 from headcount.schemas.files.commits import gather, gather_loose, taken_back, write_segment
@@ -172,11 +172,13 @@ def test_a_late_attempt_is_not_gathered_in_place_of_the_commit_that_counts(run: 
 
 
 def test_a_driver_gathers_while_outcomes_pass(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 4)
+    monkeypatch.setattr("headcount.jobs.run.commit_log.COMMITS_PER_SEGMENT", 4)
     commits_before = list(run.commits())
     outcomes: list[Commit | Failure] = [*commits_before]
     outcomes.insert(5, Failure(99, "why"))
-    assert list(followed(run, outcomes, print)) == outcomes
+    with CommitLog(run, print) as commit_log:
+        for outcome in outcomes:
+            commit_log.note(outcome)
     assert len(commit_log_files(run, "segment-")) == 2
     assert commit_log_files(run, "shard-") == ["shard-000008.json", "shard-000009.json"]
     assert list(run.commits()) == commits_before

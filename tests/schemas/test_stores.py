@@ -24,9 +24,8 @@ from headcount import app
 from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.commands.doctor import check_out
 from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.run.commit_log import MOST_UNWRITTEN, CommitLog
 from headcount.jobs.run.loop import (
-    MOST_UNWRITTEN,
-    followed,
     measure_in_process,
     missing_shards,
     run_to_end,
@@ -400,15 +399,19 @@ class PacedReplica(ToyReplica):
 
 
 def test_two_drivers_of_a_run_share_its_shards(store: S3Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headcount.jobs.run.loop.COMMITS_PER_SEGMENT", 4)
+    monkeypatch.setattr("headcount.jobs.run.commit_log.COMMITS_PER_SEGMENT", 4)
     monkeypatch.setattr("headcount.jobs.run.shards.LOOK_SECONDS", 0.1)
     plan = small_plan("shared", sequences=30)
     store.clear()
 
     def drive() -> list[Commit | Failure]:
         shards = missing_shards(plan)
-        measured = measure_in_process(plan, shards, Resources(0, 1, "cpu"), PacedReplica)
-        return list(followed(plan.run, measured, print))
+        outcomes: list[Commit | Failure] = []
+        with CommitLog(plan.run, print) as commit_log:
+            for outcome in measure_in_process(plan, shards, ONE_PROCESS, PacedReplica):
+                commit_log.note(outcome)
+                outcomes.append(outcome)
+        return outcomes
 
     with ThreadPoolExecutor(2) as pool:
         drivers = [pool.submit(drive) for _ in range(2)]

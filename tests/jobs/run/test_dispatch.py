@@ -36,7 +36,8 @@ from headcount.jobs.cluster.ray_cluster import (
 from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
 from headcount.jobs.run import dispatch
-from headcount.jobs.run.loop import MOST_FAILURES, refuse_failures, run_to_end, tokens_of
+from headcount.jobs.run.commit_log import MOST_FAILURES
+from headcount.jobs.run.loop import refuse_failures, run_to_end, tokens_of
 from headcount.jobs.run.shards import ATTEMPTS
 from headcount.jobs.upkeep.status import read_status
 from headcount.schemas.errors import RunError
