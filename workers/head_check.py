@@ -23,7 +23,7 @@ from headcount.schemas.measured_heads import Head
 from headcount.schemas.scans.head_groups import groups_text
 from headcount.schemas.scans.intervention import NONE, Intervention, InterventionPart
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.workers.engine.engine import Engine
+from headcount.workers.engine.engine import Engine, PassRequest
 from headcount.workers.engine.prediction_inputs import PredictionInputs, check_unembedding
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_text
 from headcount.workers.inputs.sequences import Sequences
@@ -414,7 +414,7 @@ def _recalls_and_losses(
         tokens = tokens.long()
         final: list[Tensor] = []
         # No layer is shown, so no pattern is asked anything, and none is built.
-        engine.run(tokens, {}, lambda *_: None, read_late=(), on_final=final.append, layers=())
+        engine.run(PassRequest(tokens=tokens, read_late=(), on_final=final.append, layers=()))
         (hidden,) = final  # [batch pos d_model], after the last norm.
         # A token is predicted at the position before it.
         streams = hidden[:, :-1][asked[:, 1:]]  # [asked d_model]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from headcount.schemas.places import Place
-    from headcount.workers.engine.engine import Activations
+    from headcount.workers.engine.engine import Activations, PassRequest
     from headcount.workers.model.info.model_files import AdapterChoice
     from headcount.workers.model.info.model_info import ModelInfo
     from headcount.workers.model.info.text_tokenizer import TextTokenizer
@@ -188,7 +188,11 @@ class RunModel:
                 changes = changes.given({LABELS: masks})
             partner_batch = None if partner is None else as_batch(partner.tolist())
             patched_engine = with_partner(engine.changed(changes), partner_batch, depth=layer + 1)
-            patched_engine.run(as_batch(tokens), {}, read_layer, (), layers=[layer])
+            patched_engine.run(
+                PassRequest(
+                    tokens=as_batch(tokens), on_layer=read_layer, read_late=(), layers=[layer]
+                )
+            )
 
     def _replica(self, intervention: str, device: str) -> Replica:
         """The model as it measured the rows, but one sequence at a time; it is loaded once."""

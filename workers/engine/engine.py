@@ -3,7 +3,8 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Literal, NotRequired, Self, TypedDict
 
 from torch import Tensor
@@ -89,45 +90,40 @@ class Engine(ABC):
             built_layers=self.built_layers(depth),
         )
 
-    def run(
-        self,
-        tokens: Tensor,
-        matches: Mapping[str, TokenPairs],
-        on_layer: OnLayer,
-        read_late: Container[str] = LAYER_VALUES,
-        on_final: OnFinal | None = None,
-        layers: Collection[int] | None = None,
-        gradients: frozenset[str] = frozenset(),
-    ) -> None:
-        """One forward pass over tokens `[batch pos]` that shows some layers, by default all.
+    def run(self, request: "PassRequest") -> None:
+        """One forward pass that shows some layers, by default all.
 
         It ends with the last of these layers. If there is `on_final`, it goes through all layers
         and ends before the unembedding. If `gradients` are asked for (`GRADIENTS`), a backward pass
         follows, and layers are shown once more with them: only the gradient engine has it.
         """
-        shown_layers = self.model.info.attention_layers_or_all if layers is None else layers
-        late = (read_late, on_final, shown_layers, gradients)
-        try:
-            self.run_pass(PassRequest(tokens, matches, on_layer, *late))
-        except StopPass:
-            pass
+        if request.layers is None:
+            request = replace(request, layers=self.model.info.attention_layers_or_all)
+        with suppress(StopPass):
+            self.run_pass(request)
 
     @abstractmethod
     def run_pass(self, request: "PassRequest") -> None:
         """The forward pass of `run`, which may end with `StopPass`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PassRequest:
-    """What is asked of one forward pass, as `Engine.run` says it."""
+    """What is asked of one forward pass."""
 
-    tokens: Tensor
-    matches: Mapping[str, TokenPairs]
-    on_layer: OnLayer
-    read_late: Container[str]
-    on_final: OnFinal | None
-    shown_layers: Collection[int]
+    tokens: Tensor  # `[batch pos]`
+    matches: Mapping[str, TokenPairs] = field(default_factory=dict[str, TokenPairs])
+    on_layer: OnLayer = lambda _layer, _activations: None
+    read_late: Container[str] = frozenset(LAYER_VALUES)
+    on_final: OnFinal | None = None
+    layers: Collection[int] | None = None  # that are shown; None means all that attend
     gradients: frozenset[str] = frozenset()
+
+    @property
+    def shown_layers(self) -> Collection[int]:
+        """The layers that are shown."""
+        assert self.layers is not None, "Engine.run fills it in"
+        return self.layers
 
     def ends_with(self, layer: int) -> bool:
         """Whether nothing after a layer is asked for."""

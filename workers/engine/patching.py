@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from headcount.workers.engine.changes import PARTNER, Change, Changes
-from headcount.workers.engine.engine import Activations, Engine, StopPass
+from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
 
 
 def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
@@ -55,5 +55,12 @@ def with_partner(engine: Engine, tokens: Tensor | None, depth: int) -> Engine:
 
     # With `resid_post` a pass goes to the end of its last layer, and a patch may be of its MLP.
     partner_engine = engine.changed(recorders)
-    partner_engine.run(tokens, {}, stop_after_last_patch, ("resid_post",), layers=range(depth))
+    partner_engine.run(
+        PassRequest(
+            tokens=tokens,
+            on_layer=stop_after_last_patch,
+            read_late=("resid_post",),
+            layers=range(depth),
+        )
+    )
     return engine.changed(patchers)

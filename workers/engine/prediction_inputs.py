@@ -10,7 +10,7 @@ from headcount.schemas.errors import ModelError
 from headcount.schemas.pattern import first_of_largest
 from headcount.workers.engine.changes import Change, Changes
 from headcount.workers.engine.dense_engine import DenseEngine
-from headcount.workers.engine.engine import Activations, Engine, StopPass
+from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
 from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.model.layer_weights import known_or_nan
 from headcount.workers.model.model import Model
@@ -154,7 +154,9 @@ def _after_first_layer(engine: Engine, tokens: Tensor) -> Tensor:
             streams.append(activations["resid_post"])
             raise StopPass
 
-    engine.run(tokens, {}, keep_stream, ("resid_post",), layers=[0])
+    engine.run(
+        PassRequest(tokens=tokens, on_layer=keep_stream, read_late=("resid_post",), layers=[0])
+    )
     return streams[0]
 
 

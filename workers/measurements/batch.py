@@ -7,10 +7,9 @@ checks them and puts them into columns. On a GPU, results travel to the host whi
 runs.
 """
 
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from headcount.schemas.kinds import KINDS
 from headcount.schemas.measured_heads import MeasuredHeads
 from headcount.schemas.pattern import Labels
 from headcount.schemas.tables import HEADS, SEQUENCES, uniform_column
-from headcount.workers.engine.engine import Activations, Engine
+from headcount.workers.engine.engine import Activations, Engine, PassRequest
 from headcount.workers.engine.fused_pattern import uniform_pattern
 from headcount.workers.engine.prediction_inputs import PredictionInputs
 from headcount.workers.engine.token_pairs import find_matches
@@ -112,22 +111,18 @@ class LayerFormulas:
         self.windows = set[int]()  # how many keys last queries see, over measured layers
         self._values: dict[tuple[str, str], Tensor] = {}
         """By field of the scan and formula: `[batch layer …]`, or `[3 layer …]`."""
-        self._weights: dict[int, Mapping[str, LayerValue]] = {}  # by layer, for the measured heads
+        self._weights: dict[int, Mapping[str, Tensor]] = {}  # by layer
         self._evaluated: set[tuple[int, Formula]] = set()
 
     def evaluate(self, layer: int, activations: Activations) -> None:
         """Evaluate what can be, and was not before: behind a layer's attention, and at its end."""
         heads = self.heads.part(layer)
         if layer not in self._weights:
-            weights = attention_weights(self.model, layer, self.weight_names)
-            self._weights[layer] = _of_heads(weights, heads)
+            self._weights[layer] = attention_weights(self.model, layer, self.weight_names)
         weights = self._weights[layer]
         unknown_weights = {name for name in self.weight_names if name not in weights}
-        # Not merged into one dict, because an engine may make a value when it is asked for.
-        of_heads, of_all = (
-            ChainMap(*cast(list[dict[str, LayerValue]], [weights, self.shared_values, of_layer]))
-            for of_layer in (_of_heads(activations, heads), activations)
-        )
+        of_all = LayerView(activations, weights, self.shared_values)
+        of_heads = of_all if heads is None else of_all.only(heads)
         available_names = {name for name in self.read_names if name in of_heads}
         if "pattern" in of_heads:
             self.windows.add(of_heads["pattern"].window)
@@ -224,35 +219,57 @@ class LayerFormulas:
                 yield Column(SEQUENCES, uniform_column(formula.name), formula, level)
 
 
-def _of_heads(
-    values: Mapping[str, LayerValue], heads: tuple[int, ...] | None
-) -> Mapping[str, LayerValue]:
-    """What is known of a layer, of some of its heads alone; None means all."""
-    return values if heads is None else _SomeHeads(values, heads)
+class LayerView(Mapping[str, LayerValue]):
+    """What formulas read of a layer: its activations, its weights, and what all layers share.
 
-
-class _SomeHeads(dict[str, LayerValue]):
-    """Values of some heads, which are selected when they are first asked for, and kept: a pattern
-    remembers its answers.
+    It is no dict of all three, because an engine may make a value when it is asked for.
     """
 
-    def __init__(self, values: Mapping[str, LayerValue], heads: tuple[int, ...]) -> None:
-        super().__init__()
-        self.values_of_all = values
+    def __init__(
+        self,
+        activations: Mapping[str, LayerValue],
+        weights: Mapping[str, LayerValue],
+        shared: Mapping[str, LayerValue],
+        heads: tuple[int, ...] | None = None,
+    ) -> None:
+        """`heads` are those that are looked at; None means all."""
+        self.sources = (weights, shared, activations)
         self.heads = heads
+        # Values of some heads are kept: a pattern remembers its answers.
+        self._selected: dict[str, LayerValue] = {}
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.values_of_all
+    def only(self, heads: tuple[int, ...]) -> "LayerView":
+        """The same of some heads alone."""
+        weights, shared, activations = self.sources
+        return LayerView(activations, weights, shared, heads)
 
-    def __missing__(self, name: str) -> LayerValue:
-        value = self.values_of_all[name]
+    def __getitem__(self, name: str) -> LayerValue:
+        if name in self._selected:
+            return self._selected[name]
+        for source in self.sources:
+            if name in source:
+                return self._of_heads(name, source[name])
+        raise KeyError(name)
+
+    def _of_heads(self, name: str, value: LayerValue) -> LayerValue:
+        if self.heads is None:
+            return value
         if name == "pattern":
             value = value.only(self.heads)
         elif name in HEAD_AXIS:
             index = torch.tensor(self.heads, device=value.device)
             value = value.index_select(HEAD_AXIS[name], index)
-        self[name] = value
+        self._selected[name] = value
         return value
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in source for source in self.sources)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({name for source in self.sources for name in source})
+
+    def __len__(self) -> int:
+        return len({*self})
 
 
 @dataclass(frozen=True)
@@ -297,13 +314,15 @@ def launch(
     layer_formulas = LayerFormulas(engine.model, requested, tokens, shared_values)
     final_streams: list[Tensor] = []
     engine.run(
-        tokens,
-        matches,
-        layer_formulas.evaluate,
-        layer_formulas.read_late,
-        final_streams.append if predictions else None,
-        requested.heads.layers,
-        requested.gradients,
+        PassRequest(
+            tokens=tokens,
+            matches=matches,
+            on_layer=layer_formulas.evaluate,
+            read_late=layer_formulas.read_late,
+            on_final=final_streams.append if predictions else None,
+            layers=requested.heads.layers,
+            gradients=requested.gradients,
+        )
     )
 
     # Uniform attention is decided by the tokens and by what a query sees.

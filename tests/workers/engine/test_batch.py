@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headcount.schemas.errors import ModelError
+from headcount.workers.engine.engine import PassRequest
 from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.measurements.batch import PendingBatch, collect, launch
 from headcount.workers.measurements.results import Measurements
@@ -104,7 +105,11 @@ def test_what_nobody_reads_later_is_forgotten_after_the_attention(shelf: toy.She
     shown: list[set[str]] = []
     with torch.inference_mode():
         replica.engine.run(
-            tokens, {}, lambda _, activations: shown.append(set(activations)), {"resid_post", "q"}
+            PassRequest(
+                tokens=tokens,
+                on_layer=lambda _, activations: shown.append(set(activations)),
+                read_late={"resid_post", "q"},
+            )
         )
     assert shown == [{"resid_pre", "pattern", "q", "k", "v", "z"}, {"q", "resid_post"}] * 3
 

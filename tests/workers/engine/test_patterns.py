@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.engine.changes import Streaming
 from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.engine.engine import PassRequest
 from headcount.workers.engine.fused_engine import streamed_attention
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.tile_sweep import (
@@ -392,7 +393,9 @@ def test_a_pass_that_shows_no_layer_builds_no_pattern(
         for fields in ({}, {"engine": "dense", "precision": "float64"}):
             replica = shelf.replica("llama-gqa", **fields)
             with replica.engine_under(parse_intervention(intervention), None) as engine:
-                engine.run(tokens, {}, lambda *_: None, (), streams.append, layers=())
+                engine.run(
+                    PassRequest(tokens=tokens, read_late=(), on_final=streams.append, layers=())
+                )
         assert calls == layers
         calls.clear()
         torch.testing.assert_close(streams[0].double(), streams[1], rtol=1e-5, atol=1e-5)
