@@ -20,18 +20,19 @@ from headcount.schemas.formulas import evaluate
 from headcount.schemas.measured_heads import find_heads
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.schemas.statistics import STATISTICS
+from headcount.workers.bridge.bridge import bridge_of
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.engine.number_formats import HALVES, linears_in
 from headcount.workers.engine.prediction_inputs import CHUNK_BYTES
 from headcount.workers.engine.token_pairs import find_matches
 from headcount.workers.gradients.gradient_engine import GradientEngine
+from headcount.workers.loading import load_model
 from headcount.workers.measurements.batch import Requested, collect, launch
 from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.info.model_info import describe
+from headcount.workers.model.info.description import describe
 from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
-from headcount.workers.model.loading import load_model
-from headcount.workers.model.model import Model, bridge_of
+from headcount.workers.model.model import Model
 
 Run = Callable[[Tensor], object]
 """Takes tokens `[batch pos]`."""
@@ -147,7 +148,7 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
     names_filter = [name for layer in layers for name in hook_names[layer].values()]
 
     def run(tokens: Tensor) -> object:
-        _, cache = bridge_of(model).run_with_cache(tokens, names_filter=names_filter)
+        _, cache = bridge_of(model).running.run_with_cache(tokens, names_filter=names_filter)
         matches = find_matches(tokens)
         measured: list[Tensor] = []
         for layer in layers:
@@ -161,10 +162,11 @@ def run_with_cache(path: Path, device: str, precision: str) -> Run:
 
 def _cached_hook_names(model: Model, layer: int) -> dict[str, str]:
     """The hook of each cached activation: queries and keys as attention multiplies them."""
-    hook_names = {name: model.hook_name(name, layer) for name in CACHED}
+    bridge = bridge_of(model)
+    hook_names = {name: bridge.hook_name(name, layer) for name in CACHED}
     for name in ("q", "k"):
-        rotated = model.hook_name(f"rot_{name}", layer)
-        if model.has_hook(rotated):
+        rotated = bridge.hook_name(f"rot_{name}", layer)
+        if bridge.has_hook(rotated):
             hook_names[name] = rotated
     return hook_names
 

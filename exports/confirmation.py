@@ -204,7 +204,7 @@ def layer_types_problem(source: ExportSource) -> str | None:
     """Why transformers takes no windows of single layers for the model; None if it does."""
     from headcount.jobs.plan.plan import where_begun
     from headcount.workers.model.info import layer_types
-    from headcount.workers.model.info.model_info import find_model
+    from headcount.workers.model.info.description import find_model
 
     manifest = source.opened.manifest
     if manifest.model["layout"] != "huggingface":

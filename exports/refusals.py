@@ -53,7 +53,7 @@ def scan_for(
 
     All that a scan can be refused for is refused now, without a pass of the model.
     """
-    from headcount.workers.model.info.model_info import describe, find_model
+    from headcount.workers.model.info.description import describe, find_model
 
     keys = {override.partition("=")[0].strip() for override in overrides}
     # A model that is named twice is the last one.

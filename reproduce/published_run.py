@@ -20,7 +20,7 @@ from headcount.jobs.console import duration
 from headcount.reproduce.published_texts import DATA_SETS, PER_DATA_SET, RECIPES
 from headcount.reproduce.replication import REPLICATIONS, STAND_IN, TEXT, Replication
 from headcount.workers.inputs.corpus.text_files import located
-from headcount.workers.model.info.model_info import find_model
+from headcount.workers.model.info.description import find_model
 
 GPU_OPERATIONS = 1e13
 """Operations a second in float32 that are assumed of one GPU: half of what an A100 has by its data

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from headcount.schemas.errors import CorpusError, ModelError, RunError, counted
 from headcount.schemas.places import reason
-from headcount.workers.model.info.model_info import find_model
+from headcount.workers.model.info.description import find_model
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 
 GPT2, GPT2_TOKENS = "openai-community/gpt2", 50257

@@ -26,8 +26,9 @@ from headcount.schemas.kinds import TABLES
 from headcount.schemas.places import place
 from headcount.schemas.scans.overrides import field_of, override_fields, split_override
 from headcount.schemas.scans.scan import Scan, parse_scan
-from headcount.workers.model.info.model_info import ModelInfo, find_model
-from headcount.workers.model.known_models import KnownModels
+from headcount.workers.known_models import KnownModels
+from headcount.workers.model.info.description import find_model
+from headcount.workers.model.info.model_info import ModelInfo
 
 REPLICATION_FIELDS = ("bundled", "checkpoints", "sizes")
 """What a replication says of a scan beside the fields of a scan."""

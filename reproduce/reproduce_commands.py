@@ -143,7 +143,7 @@ def reproduce(
             measure_runs,
         )
         from headcount.reproduce.reproduction import Attempt
-        from headcount.workers.model.known_models import KnownModels
+        from headcount.workers.known_models import KnownModels
         from headcount.workers.process import prepare_process
 
     prepare_process()

@@ -142,7 +142,7 @@ def _is_our_class(value: object) -> bool:
 def _constants_of_class(cls: type) -> list[object]:
     """The members of an enumeration; of other classes their own values, such as defaults."""
     if issubclass(cls, Enum):
-        return [*cls]
+        return list[object](cls)
     # The others are Python's, as `__doc__` and `_abc_impl`.
     return [v for name, v in vars(cls).items() if not name.startswith(("__", "_abc_"))]
 

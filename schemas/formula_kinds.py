@@ -41,6 +41,11 @@ GRADIENTS = ("dz", "dv", "direct_dz", "logit_dz", "logit_parts")
 DIRECT_GRADIENTS = ("direct_dz", "logit_dz", "logit_parts")
 """Those that no layer is gone back through for."""
 
+LOGIT_PARTS = 5
+"""How many `logit_parts` there are: the embeddings, all heads, what else the attention adds, the
+rest of the layer, and what lies behind the stream.
+"""
+
 PREDICTION_INPUTS: dict[str, str] = {
     "tokens": "token ids [batch pos]",
     "positions_known": "whether the model adds positions and its first MLP is a module of its own",

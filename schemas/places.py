@@ -12,6 +12,8 @@ it is believed, and in the end is an error of the store:
 * what a small object says: `read_as`;
 * the names in a directory: `listed`, of which an empty one is looked for in the directory above.
 """
+# pyarrow has no types.
+# pyright: basic
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A table is an object. `schemas.kinds.TABLES` lists all of them. Each kind of measurement fills
 one.
 """
+# pyarrow has no types.
+# pyright: basic
 
 import inspect
 import json

@@ -27,10 +27,10 @@ from headcount.workers.engine.engine import Engine, PassRequest
 from headcount.workers.engine.prediction_inputs import PredictionInputs, check_unembedding
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_text
 from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.known_models import KnownModels
 from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.info.model_files import AdapterChoice
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
-from headcount.workers.model.known_models import KnownModels
 from headcount.workers.replica import Replica
 
 MOST_TOKENS = 4096  # of a batch, after which people see how far it is

@@ -22,9 +22,9 @@ from headcount.schemas.errors import HeadcountError, MeasureError, ScanError
 from headcount.schemas.places import reason
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.tables import with_partitions
+from headcount.workers.borrowed_model import BorrowedModel, borrow, unwrapped
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions import bind
-from headcount.workers.model.borrowed_model import BorrowedModel, borrow, unwrapped
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.replica import Replica
 from headcount.workers.shard import intervention_tables, measure_shard

@@ -16,12 +16,16 @@ from headcount.schemas.files.commit import Method
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.engine.changes import LABELS
-from headcount.workers.engine.dense_engine import DenseEngine
 from headcount.workers.engine.engine import Engine
-from headcount.workers.engine.fused_engine import FusedEngine
 from headcount.workers.engine.patching import with_partner
 from headcount.workers.engine.prediction_inputs import check_unembedding
-from headcount.workers.gradients.gradient_engine import GradientEngine
+from headcount.workers.engine.rooms import (
+    LOAD_MODEL,
+    PROVEN_SWEEP,
+    WEIGHT_TABLES,
+    engine_class,
+    entered,
+)
 from headcount.workers.interventions import changed_weights
 from headcount.workers.interventions.settlement import (
     Settled,
@@ -29,13 +33,10 @@ from headcount.workers.interventions.settlement import (
     settle,
     settle_one,
 )
-from headcount.workers.kernel.kernel_check import proven_sweep
 from headcount.workers.measurements.batch import PendingBatch, Requested, collect, launch
 from headcount.workers.measurements.results import Measurements
-from headcount.workers.measurements.weight_tables import tables_of_weights
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
-from headcount.workers.model.loading import load_model
 from headcount.workers.model.model import Model
 
 NO_MEMORY = ("allocate memory", "could not create a primitive")
@@ -61,14 +62,17 @@ class Replica:
     """Called after each batch with `tokens_measured`."""
 
     def __init__(
-        self, info: ModelInfo, scan: Scan, device: str = "auto", load: Load = load_model
+        self, info: ModelInfo, scan: Scan, device: str = "auto", load: Load | None = None
     ) -> None:
+        """`load` loads the model; None means from its files, for this replica alone."""
         self.device = resolve_device(device)
         self.scan = scan
         # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32
         try:
-            self.model = load(info, scan.weight_processing, self.device, dtype)
+            self.model = (load or entered(LOAD_MODEL))(
+                info, scan.weight_processing, self.device, dtype
+            )
         except torch.OutOfMemoryError:
             # Only a GPU says so, and a replica has one.
             memory = torch.cuda.get_device_properties(self.device).total_memory
@@ -86,7 +90,7 @@ class Replica:
         names = {name for each in formulas for name in (*each.parameters, *each.conditions)}
         if scan.kinds("from the weights") or names & {*READ_THROUGH_BRIDGE}:
             # Now, because a pass that boots it would last seconds longer than the others.
-            self.model.boot_bridge()
+            self.model.bridge()
         self.settlement = settle(self.model, scan, self.device)
         self.depth = scan.depth(self.model.info)  # how many layers a forward pass goes through
         # Without the formulas that such a model does not have.
@@ -105,13 +109,18 @@ class Replica:
         # The activations of all layers are kept until the backward pass has used them.
         most_tokens = MOST_TOKENS[self.device] // (4 if scan.gradients else 1)
         self.batch = BatchSize(scan.batch_size, self.device, scan.n_ctx, most_tokens)
+        self.engine = self._engine()
+
+    def _engine(self) -> Engine:
+        """What measures the untouched model."""
+        scan = self.scan
         # Folding happens in the bridge alone, so folded weights are measured there.
-        self.engine: Engine = DenseEngine(self.model)
-        if scan.engine == "fused" and scan.weight_processing == "raw":
-            # With the GPU's kernel if it agrees with the tiles here.
-            sweep = proven_sweep(self.model, scan.n_ctx, self.precision, self.device)
-            engine = GradientEngine if scan.gradients else FusedEngine
-            self.engine = engine(self.model, self.precision, sweep)
+        if scan.engine == "dense" or scan.weight_processing == "folded":
+            return engine_class("dense")(self.model)
+        # With the GPU's kernel if there is one that agrees with the tiles here.
+        sweep = entered(PROVEN_SWEEP)(self.model, scan.n_ctx, self.precision, self.device)
+        name = "gradient" if scan.gradients else "fused"
+        return engine_class(name)(self.model, self.precision, sweep)
 
     def measure(
         self,
@@ -183,11 +192,11 @@ class Replica:
         # the block ends.
         changes = bound.changes(self.model)
         is_fused = settled.engine == "fused"
-        engine = self.engine.changed(changes) if is_fused else DenseEngine(self.model, changes)
+        engine = self.engine if is_fused else engine_class("dense")(self.model)
         # Tensors of inference mode can never have gradients.
         inference = torch.no_grad() if self.scan.gradients else torch.inference_mode()
         with inference, changed_weights(self.model, bound):
-            yield engine
+            yield engine.changed(changes)
 
     @property
     def precision(self) -> str:
@@ -204,7 +213,7 @@ class Replica:
 
     def weights(self) -> dict[str, pa.Table]:
         """What the scan asks of the weights of the untouched model, by table."""
-        return tables_of_weights(self.model, self.scan)
+        return entered(WEIGHT_TABLES)(self.model, self.scan)
 
     def _batches(self, engine: Engine, sequences: "_Sequences") -> Iterator[Measurements]:
         """What each batch found, in order, fetched and checked while a GPU computes the next."""

@@ -56,8 +56,8 @@ class RunModel:
     @cached_property
     def _files(self) -> tuple[Path, dict[str, bytes]]:
         """The model's directory and the digests of its files, which must be those measured."""
+        from headcount.workers.model.info.description import find_model
         from headcount.workers.model.info.model_files import file_digests, sha256_of
-        from headcount.workers.model.info.model_info import find_model
 
         name = self.new_place or self._scan_fields["model"]
         revision = None if self.new_place else self._scan_fields.get("revision")
@@ -84,7 +84,7 @@ class RunModel:
     @cached_property
     def info(self) -> ModelInfo:
         """What the model's files say."""
-        from headcount.workers.model.info.model_info import describe
+        from headcount.workers.model.info.description import describe
 
         return describe(*self._files, self._adapter)
 

@@ -16,7 +16,7 @@ from benchmarks.ways import make_gpt2_small
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.info.model_info import describe, find_model
+from headcount.workers.model.info.description import describe, find_model
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica
 

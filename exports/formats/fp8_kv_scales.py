@@ -58,8 +58,8 @@ class Checkpoint:
 def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
     """The checkpoint that gets the scales. It is an error if it cannot take them."""
     # Imported here: a run's other exports do without its model.
+    from headcount.workers.model.info.description import find_model
     from headcount.workers.model.info.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-    from headcount.workers.model.info.model_info import find_model
 
     model = options["checkpoint"]
     directory = find_model(model or setting.model, None if model else setting.revision)

@@ -67,7 +67,7 @@ def prepare(
     )
     from headcount.jobs.resources import Resources
     from headcount.workers.inputs.sequences import Sequences
-    from headcount.workers.model.info.model_info import describe, find_model
+    from headcount.workers.model.info.description import describe, find_model
     from headcount.workers.process import prepare_process
 
     prepare_process()

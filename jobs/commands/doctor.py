@@ -149,7 +149,7 @@ def check_out(out: str) -> Check:
 
 def _check_bundled_model(name: str) -> Check:
     """Measure two sequences with both engines: they differ if a library or processor is broken."""
-    from headcount.workers.model.info.model_info import describe, find_model
+    from headcount.workers.model.info.description import describe, find_model
     from headcount.workers.replica import Replica
 
     fields = {"model": f"bundled:{name}", "n_ctx": 32, "sequences": 2}

@@ -11,10 +11,10 @@ from headcount.schemas.formulas import Formula
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
+from headcount.workers.known_models import KnownModels
 from headcount.workers.measurements.undefined import defined_or_nan, where_defined
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.info.model_files import AdapterChoice
-from headcount.workers.model.known_models import KnownModels
 from headcount.workers.model.layer_weights import READABLE_WEIGHTS, attention_weights
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
@@ -52,9 +52,9 @@ def report_model(name: str, adapter: AdapterChoice = "refuse") -> Iterator[tuple
     engines = "fused, and dense"
     if model.attention_problem is not None:
         engines = f"dense alone: {model.attention_problem}"
-    elif not model.has_bridge:
+    elif (problem := model.bridge().problem) is not None:
         engines = (
-            f"fused alone: {model.bridge_problem}; so no engine = 'dense', no folded weights, "
+            f"fused alone: {problem}; so no engine = 'dense', no folded weights, "
             "and no intervention that needs them"
         )
     else:

@@ -16,8 +16,8 @@ from headcount.schemas.measured_heads import Head, MeasuredHeads
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.interventions import bind
+from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.model_info import ModelInfo
-from headcount.workers.model.known_models import KnownModels
 
 MOST_TOKENS_OF_A_SHARD = 65_536
 """Tokens of a shard, over all interventions: minutes of a CPU with a model of 100 million weights.

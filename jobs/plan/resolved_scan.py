@@ -15,7 +15,8 @@ from headcount.schemas.scans.scan import Scan, in_one_order
 from headcount.workers.inputs import INPUTS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import BoundIntervention, bind, needs_partners
-from headcount.workers.model.info.model_info import ModelInfo, describe, find_model
+from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.providers import column_record
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from headcount.jobs.console import tell
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint, by_numbers
 from headcount.schemas.errors import ModelError, counted
+from headcount.workers.model.info.description import find_model, hub_digests, local_directory
 from headcount.workers.model.info.model_files import (
     CONFIG,
     adapter_files,
@@ -24,7 +25,6 @@ from headcount.workers.model.info.model_files import (
     read_object,
     weight_files,
 )
-from headcount.workers.model.info.model_info import find_model, hub_digests, local_directory
 
 AT_A_TIME = 8  # checkpoints that are read at a time, or that the Hub is asked about
 

@@ -131,7 +131,7 @@ def portable_scan(scan_file: Path, overrides: Sequence[str]) -> Scan:
     from headcount.jobs.plan.resolved_scan import check_scan
     from headcount.workers.inputs.sequences import Sequences
     from headcount.workers.interventions import needs_partners
-    from headcount.workers.model.info.model_info import describe, find_model
+    from headcount.workers.model.info.description import describe, find_model
 
     scan = load_scan(scan_file, overrides)
     places = [("out", scan.out, "--set out=s3://BUCKET/runs")]

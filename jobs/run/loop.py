@@ -40,8 +40,8 @@ from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shar
 from headcount.schemas.places import reason
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.interventions.settlement import check_begun
+from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.model_info import ModelInfo
-from headcount.workers.model.known_models import KnownModels
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica, is_device_failure, resolve_device
 from headcount.workers.shard import committed_shard, failure_of, note_failure, run_shard

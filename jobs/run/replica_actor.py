@@ -24,7 +24,8 @@ from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.interventions import needs_partners
 from headcount.workers.interventions.settlement import check_begun
-from headcount.workers.model.info.model_info import ModelInfo, describe, find_model
+from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.provenance.code_fingerprint import Code, check_code
 from headcount.workers.replica import Replica, is_device_failure

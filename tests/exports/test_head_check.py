@@ -10,7 +10,7 @@ from headcount.exports.registry import ranked
 from headcount.schemas.errors import ScanError
 from headcount.workers.head_check import HeadTrial, verdict
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.info.model_info import describe
+from headcount.workers.model.info.description import describe
 from tests.reference.reference_changes import run_changed
 from tests.reference.weights import read_weights
 from tests.toys import toy_models as toy

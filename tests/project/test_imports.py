@@ -33,6 +33,9 @@ ROOMS = {
     "headcount.workers.model": set[str](),
     "headcount.workers.provenance": set[str](),
     "headcount.workers.engine": {"headcount.workers.model"},
+    "headcount.workers.bridge": {"headcount.workers.model", "headcount.workers.engine"},
+    "headcount.workers.gradients": {"headcount.workers.model", "headcount.workers.engine"},
+    "headcount.workers.kernel": {"headcount.workers.model", "headcount.workers.engine"},
     "headcount.workers.inputs": {"headcount.workers.model"},
     "headcount.workers.interventions": {"headcount.workers.model", "headcount.workers.engine"},
     "headcount.workers.measurements": {"headcount.workers.model", "headcount.workers.engine"},
@@ -44,12 +47,39 @@ rooms.
 FLOORS = (tuple(ROOMS), ("headcount.workers.replica",), ("headcount.workers.shard",))
 """Rooms and files of `workers` from the ground up: none imports one of a floor above it."""
 
+SPINE = (
+    "jobs/run/loop.py",
+    "workers/shard.py",
+    "workers/replica.py",
+    "workers/measurements/batch.py",
+    "workers/measurements/undefined.py",
+    "workers/measurements/results.py",
+    "workers/engine/engine.py",
+    "workers/engine/fused_engine.py",
+    "workers/engine/fused_pattern.py",
+    "workers/engine/tile_sweep.py",
+    "workers/model/attention_facts.py",
+    "workers/model/attention_layers.py",
+    "workers/engine/token_pairs.py",
+    "schemas/files/commits.py",
+)
+"""The way of a scan, in the order of reading."""
+
+HARD_ROOMS = (
+    "headcount.workers.bridge",
+    "headcount.workers.gradients",
+    "headcount.workers.kernel",
+    "headcount.workers.inputs",
+    "headcount.workers.loading",
+)
+"""What nobody need read who reads how a replica measures."""
+
 ONLY_IN = {
     "aiohttp": ("queries/explore/server.py",),
     "datasets": ("workers/inputs/corpus/documents.py", "reproduce/published_texts.py"),
     "duckdb": ("queries/",),
     "fsspec": ("queries/open/stores.py", "schemas/places.py"),
-    "huggingface_hub": ("workers/model/info/model_info.py", "reproduce/published_texts.py"),
+    "huggingface_hub": ("workers/model/info/description.py", "reproduce/published_texts.py"),
     "jinja2": ("queries/report/html_page.py",),
     "psutil": ("jobs/cluster/ray_cluster.py", "workers/memory.py"),
     "ray": (
@@ -61,17 +91,19 @@ ONLY_IN = {
     ),
     "pyiceberg": ("exports/formats/iceberg.py", "exports/held_files.py"),
     "safetensors": (
-        "workers/model/", "models/", "exports/source.py", "exports/formats/fp8_kv_scales.py",
+        "workers/model/", "workers/bridge/", "models/", "exports/source.py",
+        "exports/formats/fp8_kv_scales.py",
     ),
-    "tokenizers": ("workers/model/", "models/"),
+    "tokenizers": ("workers/model/", "workers/bridge/", "models/"),
     "torch": (
         "workers/", "models/", "jobs/commands/doctor.py",
         "jobs/commands/model_report.py",
         "schemas/pattern.py",  # For its types alone.
     ),
-    "transformer_lens": ("workers/model/",),
+    "transformer_lens": ("workers/bridge/",),
     "transformers": (
-        "workers/model/", "workers/process.py", "workers/trainer_callback.py", "models/",
+        "workers/model/", "workers/bridge/", "workers/loading.py", "workers/process.py",
+        "workers/trainer_callback.py", "models/",
     ),
     "triton": ("workers/kernel/sweep_kernel.py",),
     "typer": (
@@ -193,13 +225,35 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert sorted(graph().keys() - settled) == []
 
 
-def test_only_the_room_of_the_model_knows_the_bridge() -> None:
-    """`bridge_of` is for tests and benchmarks."""
-    outside = [file for file in imports() if "workers/model" not in file.as_posix()]
-    knowing = [
-        file for file in outside if re.search(r"bridge_of|\._bridge", file.read_text("utf-8"))
+def closure_of(module: str) -> set[str]:
+    """The modules of ours that a module needs, and itself."""
+    needed, waiting = {module}, [module]
+    while waiting:
+        new = graph()[waiting.pop()] - needed
+        needed |= new
+        waiting += new
+    return needed
+
+
+def test_a_replica_needs_no_room_for_a_hard_matter() -> None:
+    needed = closure_of("headcount.workers.replica")
+    assert [name for name in needed if name.startswith(HARD_ROOMS)] == []
+
+
+def test_the_page_lists_the_spine_in_the_order_of_reading() -> None:
+    page = (ROOT / "docs/internals/how-it-works.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\d+\. `(\S+\.py)`: .+", page, re.MULTILINE)
+    assert tuple(listed) == SPINE
+    assert all((ROOT / file).is_file() for file in SPINE)
+
+
+def test_the_doors_of_rooms_lead_to_what_they_name() -> None:
+    from headcount.workers.engine import rooms
+
+    doors = [*rooms.ENGINES.values(), rooms.LOAD_MODEL, rooms.PROVEN_SWEEP, rooms.WEIGHT_TABLES]
+    assert [rooms.entered(door).__name__ for door in doors] == [
+        door.rpartition(".")[2] for door in doors
     ]
-    assert knowing == []
 
 
 def test_importing_the_front_door_is_light_and_says_nothing() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headcount.queries.open.connection import connect
-from headcount.workers.model.info.model_info import find_model
+from headcount.workers.model.info.description import find_model
 from tests.toys import toy_models as toy
 from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import Cell, Entry, ask, write_run

@@ -299,9 +299,9 @@ def test_what_wraps_a_model_is_looked_through(toy: Path, untrained: Any) -> None
 def test_a_bridge_is_measured_as_it_is(untrained: Any) -> None:
     from transformer_lens.model_bridge import TransformerBridge
 
-    from headcount.workers.model.loading import _stub_tokenizer
+    from headcount.workers.bridge.booting import stub_tokenizer
 
-    with _stub_tokenizer() as tokenizer:
+    with stub_tokenizer() as tokenizer:
         bridge = TransformerBridge.boot_transformers(
             "toy", hf_model=copy.deepcopy(untrained), tokenizer=tokenizer
         )

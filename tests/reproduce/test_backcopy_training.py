@@ -17,7 +17,7 @@ from headcount.workers.inputs.families.bigram_backcopy import (
     chain_of,
     follow,
 )
-from headcount.workers.model.info.model_info import describe
+from headcount.workers.model.info.description import describe
 from tests.reference.definitions import definitions
 from tests.toys.toy_models import measure
 

@@ -20,7 +20,7 @@ from headcount.reproduce.replication_runs import open_replication_runs
 from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.interventions import bind
-from headcount.workers.model.known_models import KnownModels
+from headcount.workers.known_models import KnownModels
 from tests import ROOT
 from tests.reproduce.controls import measured_runs, stand_in_files
 from tests.toys import published

@@ -16,8 +16,8 @@ from headcount.reproduce.replication_runs import (
     open_replication_runs,
     plan_replication,
 )
-from headcount.workers.model.info.model_info import find_model
-from headcount.workers.model.known_models import KnownModels
+from headcount.workers.known_models import KnownModels
+from headcount.workers.model.info.description import find_model
 from tests.toys.toy_replications import REPLICATIONS
 
 MODEL = "bundled:gpt2-mini"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headcount.reproduce.replication import Replication
-from headcount.workers.model.known_models import KnownModels
+from headcount.workers.known_models import KnownModels
 from headcount.workers.replica import Replica
 from tests.reproduce.controls import (
     FEW_SEQUENCES,

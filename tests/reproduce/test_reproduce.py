@@ -33,8 +33,8 @@ from headcount.reproduce.replication_runs import open_replication_runs, plan_rep
 from headcount.reproduce.verdicts import Result, judge, warning
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.statistics import STATISTICS
-from headcount.workers.model.info.model_info import find_model
-from headcount.workers.model.known_models import KnownModels
+from headcount.workers.known_models import KnownModels
+from headcount.workers.model.info.description import find_model
 from tests.reproduce.controls import measured_runs, null_claims
 from tests.toys import published
 from tests.toys import toy_models as toy
@@ -58,7 +58,7 @@ def reproduce(*words: str) -> tuple[int, str]:
 def models() -> Iterator[KnownModels]:
     """The miniatures, each loaded once for the replications that share it: they are small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headcount.workers.model.known_models.MOST_LOADED", 100)
+        patch.setattr("headcount.workers.known_models.MOST_LOADED", 100)
         yield KnownModels()
 
 

@@ -15,8 +15,8 @@ from headcount.jobs.run.progress import WholeProgress
 from headcount.reproduce.replication import StandInText
 from headcount.reproduce.reproduce_commands import SOMETHING_SKIPPED, texts_of_replications
 from headcount.schemas.errors import RunError, ScanError
-from headcount.workers.model import known_models
-from headcount.workers.model.known_models import KnownModels
+from headcount.workers import known_models
+from headcount.workers.known_models import KnownModels
 from tests.toys import toy_models as toy
 from tests.toys.hub_server import MODEL, hub
 from tests.toys.toy_replications import REPLICATIONS, replication_text

@@ -25,7 +25,7 @@ from headcount.schemas.places import StorePath, names, place, write_whole
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.preparation import is_whole
-from headcount.workers.model.info.model_info import describe, find_model
+from headcount.workers.model.info.description import describe, find_model
 from headcount.workers.provenance.code_fingerprint import read_code
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.places import reason
 from headcount.schemas.scans.scan import Scan
-from headcount.workers.model.info.model_info import describe
+from headcount.workers.model.info.description import describe
 from headcount.workers.model.model import Model
 from headcount.workers.replica import Replica
 from tests import ROOT
@@ -272,7 +272,7 @@ def _row(family: str, path: Path) -> FamilyRow:
     finally:
         shutil.rmtree(path)
     facts = _facts_in_words(replica.model, model)
-    note = "" if replica.model.has_bridge else "no bridge"
+    note = "no bridge" if replica.model.bridge().problem else ""
     layers = info.attention_layers_or_all
     patterns = _own_patterns(model, len(layers))
     if patterns is None:

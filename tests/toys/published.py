@@ -9,7 +9,7 @@ import pytest
 
 from headcount.reproduce.replication import Replication
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.info.model_info import find_model
+from headcount.workers.model.info.description import find_model
 from tests import ROOT
 
 DATA = [ROOT.parent / "shared" / "data", ROOT.parent / "shared" / "data" / "published"]

@@ -18,8 +18,9 @@ from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import NONE, Intervention, parse_intervention
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.schemas.statistics import STATISTICS
-from headcount.workers.model.info.model_info import ModelInfo, describe, find_model
-from headcount.workers.model.loading import load_model
+from headcount.workers.loading import load_model
+from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica
 
 D_VOCAB, N_CTX, BOS, EOS = 61, 40, 0, 1

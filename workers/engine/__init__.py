@@ -1,1 +1,1 @@
-"""The fused engine and the dense one, its reference: they run a model and show its activations."""
+"""The fused engine, which runs a model and shows its activations, and what engines share."""

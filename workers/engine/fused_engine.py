@@ -52,7 +52,7 @@ class FusedEngine(Engine):
         # The facts of the layers were held against the model's own attention when it was loaded.
         problem = model.attention_problem
         if problem is not None:
-            advice = "use engine = 'dense'" if model.has_bridge else model.bridge_problem
+            advice = model.bridge().problem or "use engine = 'dense'"
             raise ModelError(f"{model.info.name}: {problem}; {advice}")
         self.formats = PRECISIONS[precision]
         self.sweep = sweep

@@ -9,9 +9,8 @@ from torch import Tensor
 from headcount.schemas.errors import ModelError
 from headcount.schemas.pattern import first_of_largest
 from headcount.workers.engine.changes import Change, Changes
-from headcount.workers.engine.dense_engine import DenseEngine
 from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
-from headcount.workers.engine.fused_engine import FusedEngine
+from headcount.workers.engine.rooms import engine_class
 from headcount.workers.model.layer_weights import known_or_nan
 from headcount.workers.model.model import Model
 
@@ -117,7 +116,8 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
     n_ctx = tokens.shape[1]
     mlps = model.modules("first_mlp")
     effective = model.effective_positions(n_ctx)
-    if model.positions is None or effective is None or not mlps:
+    positions = model.positions()
+    if positions is None or effective is None or not mlps:
         undefined = inputs.hidden.new_full((*tokens.shape, 1), math.nan)
         return {
             "positions_known": torch.zeros((), dtype=torch.bool, device=tokens.device),
@@ -125,13 +125,15 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
             "position_after_mlp": undefined,
             "position_after_layer": undefined,
         }
-    positions = model.positions[:n_ctx]  # [pos d_model]
+    positions = positions[:n_ctx]  # [pos d_model]
     embeddings = model.modules("embed")[0](tokens)  # [batch pos d_model]
     # The fused engine builds no matrix of T², so it is taken if it can run and change this layer.
     is_known = model.attention_problem is None and 0 in model.info.attention_layers_or_all
-    engine: Engine = DenseEngine(model)
     if is_known and model.modules("pos_embed"):
-        engine = FusedEngine(model, engine.precision)
+        precision = "float64" if model.dtype == torch.float64 else "float32"
+        engine = engine_class("fused")(model, precision)
+    else:
+        engine = engine_class("dense")(model)
     without_positions = Change("pos_embed", lambda added, _: torch.zeros_like(added))
     layer_of_both, layer_of_tokens = (
         _after_first_layer(engine.changed(changes), tokens)

@@ -29,11 +29,6 @@ from headcount.workers.gradients.attention_gradient import FusedAttention
 from headcount.workers.gradients.stream_writes import LayerWrites, StreamWrites, first_of
 from headcount.workers.model.attention_facts import AttentionFacts, weighted_values
 
-LOGIT_PARTS = 5
-"""The embeddings, all heads, what else the attention adds, the rest of the layer, and what lies
-behind the stream.
-"""
-
 
 class GradientEngine(FusedEngine):
     """Runs the bare modules forward and backward, if gradients are asked for."""

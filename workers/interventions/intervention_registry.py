@@ -168,7 +168,7 @@ class BoundPart:
         def change(value: Tensor, readable_values: Mapping[str, Any]) -> Tensor:
             values = {**readable_values, **circuit}
             if "W_E" in reads:
-                values |= {"W_E": model.embedding}
+                values |= {"W_E": model.embedding()}
             if "b_Q" in reads:
                 layer = readable_values["layer"]
                 # Read now: a change of weights in the same intervention may have changed it.

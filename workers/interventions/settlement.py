@@ -82,10 +82,10 @@ def settle_one(model: Model, scan: Scan, intervention: Intervention) -> Settled:
             f"interventions: '{intervention}' needs the dense engine ({reason}), which has no "
             "backward pass; leave it out, or the statistics that need gradients"
         )
-    if not model.has_bridge:
+    if (problem := model.bridge().problem) is not None:
         raise ScanError(
             f"interventions: '{intervention}' needs the dense engine ({reason}), and "
-            f"{model.info.name} has none: {model.bridge_problem}"
+            f"{model.info.name} has none: {problem}"
         )
     return Settled(bound, "dense", reason)
 

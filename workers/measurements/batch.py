@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.formula_kinds import FROM_UNTOUCHED
+from headcount.schemas.formula_kinds import FROM_UNTOUCHED, LOGIT_PARTS
 from headcount.schemas.formulas import Computed, Formula, Kind, evaluate
 from headcount.schemas.kinds import KINDS
 from headcount.schemas.measured_heads import MeasuredHeads
@@ -25,7 +25,6 @@ from headcount.workers.engine.engine import Activations, Engine, PassRequest
 from headcount.workers.engine.fused_pattern import uniform_pattern
 from headcount.workers.engine.prediction_inputs import PredictionInputs
 from headcount.workers.engine.token_pairs import find_matches
-from headcount.workers.gradients.gradient_engine import LOGIT_PARTS
 from headcount.workers.measurements.moments import count_mean_m2, entries_of
 from headcount.workers.measurements.results import Column, Columns, Measurements, check_finite
 from headcount.workers.measurements.undefined import defined_or_nan, where_defined

@@ -140,7 +140,7 @@ def _read_through(norms: Sequence[nn.Module], number: int, weight: Tensor) -> Te
 
 def _token_product(model: Model) -> Weights:
     """`read_U W_E` `[d_model d_model]`, in pieces of the vocabulary; empty if it is not known."""
-    embedding, unembedding = model.embedding, model.unembedding
+    embedding, unembedding = model.embedding(), model.unembedding()
     if embedding is None or unembedding is None:
         return {}
     shape = (unembedding.shape[0], embedding.shape[1])
@@ -168,12 +168,12 @@ def _copying_eigenvalues(model: Model, layer: int, model_weights: Weights) -> We
 
 def _model_weights(model: Model, names: set[str]) -> Weights:
     """Those of the weights outside the layers that the model has."""
-    positions = model.positions
+    positions = model.positions()
     if not names or positions is None:
         return {}
     W_pos = positions.double()
     weights = {"W_pos": W_pos}
-    if "effective" in names and model.knows_first_mlp:
+    if "effective" in names and model.knows_first_mlp():
         # Copies, because `double` would change the model's own MLP.
         first_mlps = [copy.deepcopy(mlp).double() for mlp in model.modules("first_mlp")]
         weights["effective"] = effective_positions(W_pos, first_mlps)

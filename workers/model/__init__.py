@@ -1,1 +1,1 @@
-"""The one room that knows TransformerLens, module trees and the files of models."""
+"""The room that knows module trees, attention and the files of models."""

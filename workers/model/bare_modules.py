@@ -190,3 +190,23 @@ def _forward_in_pieces(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
         piece = slice(start, start + ROWS_OF_PIECE)
         output[piece] = forward(rows[None, piece])[0]
     return output.view_as(stream)
+
+
+class InPlaceGelu(nn.Module):
+    """PyTorch's tanh GELU in one pass, written over the output of a linear layer."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """GELU of the inputs, in their memory, unless somebody wants its gradient."""
+        if inputs.requires_grad:
+            return nn.functional.gelu(inputs, approximate="tanh")
+        return torch.ops.aten.gelu_(inputs, approximate="tanh")
+
+
+def fuse_gelu(model: nn.Module, make: Callable[[], nn.Module]) -> None:
+    """Replace transformers' tanh GELU, which takes eight passes, by the same formula in one."""
+    from transformers.activations import NewGELUActivation
+
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, make())

@@ -17,7 +17,7 @@ MODEL_CODE = ("workers.model.model",)
 ENGINE_CODE = (
     *MODEL_CODE,
     "workers.model.attention_layers",
-    "workers.engine.dense_engine",
+    "workers.bridge.dense_engine",
     "workers.engine.fused_engine",
     "workers.engine.changes",
     "workers.engine.number_formats",

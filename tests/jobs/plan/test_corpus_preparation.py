@@ -37,7 +37,7 @@ from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store import extents
 from headcount.workers.inputs.store import preparation as store_preparation
 from headcount.workers.inputs.store.token_store import open_portion
-from headcount.workers.model.info.model_info import describe
+from headcount.workers.model.info.description import describe
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.tools.workers import joined_cluster
 from tests.toys.refusals import refused

@@ -12,7 +12,7 @@ import headcount
 from headcount.jobs.plan.same_weights import SAMPLE_BYTES, SAMPLES, without_duplicates
 from headcount.jobs.plan.scan_files import scans_of
 from headcount.schemas.errors import HeadcountError
-from headcount.workers.model.info.model_info import hub_digests
+from headcount.workers.model.info.description import hub_digests
 from tests.toys import toy_models as toy
 from tests.toys.commands import printed
 from tests.toys.hub_server import MODEL, hub

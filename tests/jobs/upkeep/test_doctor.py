@@ -9,9 +9,9 @@ import numpy as np
 from headcount.jobs.commands import doctor
 from headcount.jobs.commands.doctor import DRIFT, MEASURING, READING, check_library, examine
 from headcount.schemas.packages import PACKAGE
+from headcount.workers.loading import load_model
 from headcount.workers.model.info.bundled_models import BUNDLED
-from headcount.workers.model.info.model_info import describe, find_model
-from headcount.workers.model.loading import load_model
+from headcount.workers.model.info.description import describe, find_model
 from tests import ROOT
 from tests.toys import toy_models as toy
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.info.model_info import describe
-from headcount.workers.model.loading import load_model
+from headcount.workers.bridge.bridge import bridge_of
+from headcount.workers.loading import load_model
+from headcount.workers.model.info.description import describe
 from tests.toys import model_families
 from tests.toys import toy_models as toy
 
@@ -48,7 +49,7 @@ def test_what_transformerlens_hides_is_named(tmp_path: Path) -> None:
     model_families.tiny_model("nanochat").save_pretrained(tmp_path / "m")  # pyright: ignore[reportCallIssue]
     model = load_model(describe(tmp_path / "m"), "raw", "cpu")
     with pytest.raises(ModelError) as caught:
-        model.shown_facts(0)
+        bridge_of(model).shown_facts(0)
     assert str(caught.value).startswith(
         "m: the scores of layer 0 could not be made as 0.3536 · q·k"
     )

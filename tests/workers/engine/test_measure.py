@@ -12,7 +12,7 @@ from transformers import GPT2LMHeadModel
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.info.model_info import describe, find_model
+from headcount.workers.model.info.description import describe, find_model
 from headcount.workers.replica import Replica
 from tests.toys import toy_models as toy
 

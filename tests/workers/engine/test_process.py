@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging as messages
 
 from headcount.workers import process
-from headcount.workers.model.info.model_info import describe
+from headcount.workers.model.info.description import describe
 from headcount.workers.process import (
     CSV_FIELD_CHARACTERS,
     OBJECTS_BETWEEN_COLLECTIONS,

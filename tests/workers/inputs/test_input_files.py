@@ -23,7 +23,7 @@ from headcount.schemas.files.beginnings import LFS_POINTER
 from headcount.schemas.files.input_files import ROOTS, open_input
 from headcount.workers.inputs.corpus.documents import Source, open_hub
 from headcount.workers.inputs.corpus.text_files import read_text
-from headcount.workers.model.info.model_info import find_model
+from headcount.workers.model.info.description import find_model
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused

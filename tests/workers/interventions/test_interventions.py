@@ -31,8 +31,8 @@ from headcount.workers.interventions import (
 )
 from headcount.workers.interventions.settlement import Settlement, settle
 from headcount.workers.interventions.sinks import keep_heavy_keys
-from headcount.workers.model.info.model_info import describe
-from headcount.workers.model.loading import load_model
+from headcount.workers.loading import load_model
+from headcount.workers.model.info.description import describe
 from headcount.workers.model.model import Model
 from headcount.workers.replica import InterventionMeasurements
 from tests.toys import toy_models as toy

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import headcount
-from headcount.workers.model.loading import _stub_tokenizer
+from headcount.workers.bridge.booting import stub_tokenizer
 from headcount.workers.model.rotations import IS_NOTED
 from tests.tools.pairwise import sampled
 from tests.toys.toy_models import CONFIGS, D_VOCAB
@@ -353,7 +353,7 @@ def test_training_goes_on_as_if_nothing_had_been_measured(
 def hugging_face_bridge() -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
-    with _stub_tokenizer() as tokenizer:
+    with stub_tokenizer() as tokenizer:
         return TransformerBridge.boot_transformers(
             "toy", hf_model=model_of("llama"), tokenizer=tokenizer
         )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import headcount
-from headcount.workers.model.info.model_info import describe, find_model
-from headcount.workers.model.loading import load_model
+from headcount.workers.loading import load_model
+from headcount.workers.model.info.description import describe, find_model
 from headcount.workers.replica import Replica
 from tests.toys import model_families
 from tests.toys.toy_models import toy_scan
@@ -127,6 +127,6 @@ def test_loading_a_model_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(TransformerBridge, "boot_transformers", boot)
     own = (helpers._ensure_torchvision, library.load_modality_processor)
     model = load_model(describe(find_model("bundled:gpt2-mini")), "raw", "cpu")
-    assert model.bridge_problem == "TransformerLens has no bridge for GPT2LMHeadModel"
+    assert model.bridge().problem == "TransformerLens has no bridge for GPT2LMHeadModel"
     assert returned == [False, None]
     assert (helpers._ensure_torchvision, library.load_modality_processor) == own

@@ -10,10 +10,10 @@ import torch
 
 import headcount
 from headcount.schemas.kinds import KINDS
-from headcount.workers.model.info.model_info import describe
+from headcount.workers.bridge.bridge import bridge_of
+from headcount.workers.loading import load_model
+from headcount.workers.model.info.description import describe
 from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
-from headcount.workers.model.loading import load_model
-from headcount.workers.model.model import bridge_of
 from headcount.workers.replica import Replica
 from tests.tools.processes import Command
 from tests.toys import toy_models as toy
@@ -90,16 +90,16 @@ def test_positions_are_known_without_the_bridge_as_with_it(shelf: toy.Shelf, nam
     model = load_model(describe(shelf.path(name)), "raw", "cpu")
     rotary = model.rotary
     assert not model.has_booted
-    assert rotary == (bridge_of(model).cfg.positional_embedding_type == "rotary")
+    assert rotary == (bridge_of(model).running.cfg.positional_embedding_type == "rotary")
 
 
 def test_a_bridge_is_booted_the_same_in_the_middle_of_a_pass(shelf: toy.Shelf) -> None:
     first, late = (load_model(describe(shelf.path("gpt2")), "raw", "cpu") for _ in range(2))
-    first.boot_bridge()
+    first.bridge()
     torch.manual_seed(0)
     state = torch.get_rng_state()
     with torch.inference_mode():
-        late.boot_bridge()
+        late.bridge()
     assert torch.equal(torch.get_rng_state(), state)
     for own, expected in zip(late.all_weights(), first.all_weights(), strict=True):
         assert torch.equal(own, expected)
@@ -112,7 +112,7 @@ def test_a_model_without_a_bridge_is_measured_in_memory_as_from_files(tmp_path: 
     model.save_pretrained(tmp_path / "helium")  # pyright: ignore[reportCallIssue]
     replica = replica_of(tmp_path / "helium", statistics=["entropy"])
     expected = replica.measure(TOKENS).heads["entropy"]
-    assert not replica.model.has_bridge
+    assert replica.model.bridge().problem
     rows = headcount.measure(model, TOKENS, ["entropy"])
     # Rows are ordered by layer, then by sequence.
     np.testing.assert_array_equal(rows["entropy"].to_numpy(), expected.swapaxes(0, 1).ravel())

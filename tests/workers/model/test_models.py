@@ -21,12 +21,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from headcount.schemas.errors import MeasureError, ModelError
 from headcount.schemas.statistics import STATISTICS
+from headcount.workers.loading import load_model
 from headcount.workers.model import bare_modules
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.bare_modules import mlps_in_pieces
-from headcount.workers.model.info.model_info import describe, find_model
+from headcount.workers.model.info.description import describe, find_model
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
-from headcount.workers.model.loading import load_model
 from headcount.workers.replica import InterventionMeasurements
 from tests.toys import toy_models as toy
 from tests.toys.hub_server import MODEL, hub

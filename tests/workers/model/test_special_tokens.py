@@ -8,7 +8,7 @@ import pytest
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.info.model_info import describe
+from headcount.workers.model.info.description import describe
 from tests.toys import toy_models as toy
 from tests.toys.refusals import refused
 

@@ -19,17 +19,13 @@ from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.places import reason
+from headcount.workers.bridge.booting import compared, modules_of_bridge
+from headcount.workers.loading import bridgeable, model_of
 from headcount.workers.model.adapters import adapters_of, merge_adapters
-from headcount.workers.model.attention_check import (
-    CHECK_TOKENS,
-    difference_of_logits,
-    drawn_tokens,
-)
-from headcount.workers.model.attention_layers import own_attention
-from headcount.workers.model.bare_modules import find_modules
-from headcount.workers.model.info.model_info import SHAPE, ModelInfo, shape_of, text_config
-from headcount.workers.model.loading import bridgeable, model_of, modules_of_bridge
-from headcount.workers.model.model import BootedBridge, LoadedModules, Model
+from headcount.workers.model.attention_check import CHECK_TOKENS, drawn_tokens
+from headcount.workers.model.info.description import shape_of
+from headcount.workers.model.info.model_info import SHAPE, ModelInfo, text_config
+from headcount.workers.model.model import Model
 
 DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on
 
@@ -155,26 +151,7 @@ def _of_transformers(modules: nn.Module, device: torch.device) -> Model:
     tokens = drawn_tokens(info, 1, CHECK_TOKENS).to(device)
     merge_adapters(own, tokens)
     loaded = bridgeable(info, own, str(device), dtype)
-    return model_of(info, loaded._replace(boot=partial(_compared_bridge, loaded, tokens)), "raw")
-
-
-def _compared_bridge(loaded: LoadedModules, tokens: Tensor) -> BootedBridge:
-    """The bridge of modules, which is not used where its logits are not theirs."""
-    booted = loaded.boot()
-    bridge: Any = booted.bridge
-    if bridge is None:
-        return booted
-    with torch.inference_mode(), own_attention(loaded.bare):
-        expected = loaded.bare(tokens, use_cache=False).logits
-        try:
-            problem = difference_of_logits(bridge(tokens), expected)
-        except Exception as error:
-            problem = reason(error)
-    if problem is None:
-        return booted
-    name = type(loaded.bare).__name__
-    problem = f"TransformerLens does not compute the logits of {name} ({problem})"
-    return BootedBridge(None, find_modules(loaded.bare, loaded.blocks), problem)
+    return model_of(info, loaded._replace(boot=partial(compared, loaded, tokens)), "raw")
 
 
 def _copy(modules: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -222,7 +199,7 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
     name = str(bridge.cfg.model_name)
     info = ModelInfo(name, name, "bridge", "", **shape, bos_token_id=None, eos_token_id=None)
     with _evaluating(bridge):
-        return model_of(info, modules_of_bridge(bridge), "raw")
+        return model_of(info, modules_of_bridge(name, bridge), "raw")
 
 
 @contextmanager

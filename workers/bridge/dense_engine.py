@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.statistics import LAYER_VALUES
+from headcount.workers.bridge.bridge import Hook, bridge_of
 from headcount.workers.engine.changes import WHOLE_PATTERN, Changes, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
 from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass
@@ -21,7 +22,7 @@ from headcount.workers.model.attention_facts import (
     unseen_keys,
     weighted_values,
 )
-from headcount.workers.model.model import Hook, Model, at_least_float32
+from headcount.workers.model.model import Model, at_least_float32
 
 Tensors = dict[str, Tensor]
 """Activations of one layer as changes leave them. Beside them are the pattern and the scores before
@@ -38,6 +39,7 @@ class DenseEngine(Engine):
     def __init__(self, model: Model, changes: Changes | None = None) -> None:
         precision = "float64" if model.dtype == torch.float64 else "float32"
         super().__init__(model, precision, changes)
+        self.bridge = bridge_of(model)
         self._checked_patterns: set[tuple[int, int]] = set()  # by layer and length
 
     def changed(self, changes: Changes) -> "DenseEngine":
@@ -50,7 +52,7 @@ class DenseEngine(Engine):
     def run_pass(self, request: PassRequest) -> None:
         """The forward pass of `run`, through TransformerLens's hooks."""
         try:
-            self.model.run_with_hooks(request.tokens, list(_DensePass(self, request).hooks()))
+            self.bridge.run_with_hooks(request.tokens, list(_DensePass(self, request).hooks()))
         except UserWarning as warning:  # It has no way to apply what a hook returns.
             targets = ", ".join(change.target for change in self.changes.changes)
             raise ModelError(
@@ -61,9 +63,9 @@ class DenseEngine(Engine):
     def pattern_of(self, layer: int, tensors: Tensors) -> DensePattern:
         """A layer's pattern with the scores behind it, from what its hooks have shown."""
         model, name = self.model, self.model.info.name
-        facts = model.shown_facts(layer)
+        facts = self.bridge.shown_facts(layer)
         q, k = (tensors[name].transpose(1, 2) for name in ("q", "k"))
-        shows_scores = model.shows_scores(layer)
+        shows_scores = self.bridge.shows_scores(layer)
         if shows_scores:
             scores = _as_facts_have_them(tensors, q, k, facts)
         elif self.changes.touch("attn_scores", layer):
@@ -128,6 +130,7 @@ class _DensePass:
     def __init__(self, engine: DenseEngine, request: PassRequest) -> None:
         self.engine = engine
         self.model = engine.model
+        self.bridge = engine.bridge
         self.changes = engine.changes
         self.request = request
         self.attention_layers = self.model.info.attention_layers_or_all
@@ -138,9 +141,9 @@ class _DensePass:
         """Where this pass hooks in, and with what."""
         for name in ("embed", "pos_embed"):
             if self.changes.touch(name):
-                yield self.model.hook_name(name), partial(self._change, name, None)
+                yield self.bridge.hook_name(name), partial(self._change, name, None)
         if self.changes.touch("rotary_positions"):
-            hooks = self.model.rotary_hooks
+            hooks = self.bridge.rotary_hooks
             if not hooks:
                 raise ModelError(
                     f"{self.model.info.name}: TransformerLens does not show the angles of its "
@@ -148,37 +151,37 @@ class _DensePass:
                 )
             yield from ((name, self._turn) for name in hooks)
         for layer in range(self.model.info.n_layers):
-            yield self.model.hook_name("resid_post", layer), partial(self._end_layer, layer)
+            yield self.bridge.hook_name("resid_post", layer), partial(self._end_layer, layer)
             # Hooks cost time, so a layer that nobody reads or changes has only that of its end.
             if layer in self.request.shown_layers or self.changes.touch_layer(layer):
                 yield from self._hooks_inside(layer)
         if self.request.on_final is not None:
-            yield self.model.hook_name("unembed_in"), lambda value, hook: self.request.end(value)
+            yield self.bridge.hook_name("unembed_in"), lambda value, hook: self.request.end(value)
 
     def _hooks_inside(self, layer: int) -> Iterator[tuple[str, Hook]]:
         for name in ("key_input", "attn_out", "mlp_out"):
             if self.changes.touch(name, layer):
-                yield self.model.hook_name(name, layer), partial(self._change, name, layer)
-        at = self.model.hook_name("resid_pre", layer)
+                yield self.bridge.hook_name(name, layer), partial(self._change, name, layer)
+        at = self.bridge.hook_name("resid_pre", layer)
         yield at, partial(self._change_and_record, "resid_pre", layer)
         if layer not in self.attention_layers:
             return
         if layer in self.request.shown_layers:
-            self.model.shown_facts(layer)  # What hides its attention is refused.
+            self.bridge.shown_facts(layer)  # What hides its attention is refused.
         if self.model.changes_z(layer) and self.changes.touch("z", layer):
             raise ModelError(
                 f"{self.model.info.name}: TransformerLens shows z of layer {layer} only after the "
                 "layer has changed it, so it cannot be changed; use engine = 'fused'"
             )
         for name in ("q", "k", "v", "attn_scores", "pattern", "z"):
-            yield self.model.hook_name(name, layer), partial(self._change_and_record, name, layer)
+            yield self.bridge.hook_name(name, layer), partial(self._change_and_record, name, layer)
         # Not every layer norms or rotates its queries.
-        at = self.model.hook_name("q_normed", layer)
-        if self.model.has_hook(at):
+        at = self.bridge.hook_name("q_normed", layer)
+        if self.bridge.has_hook(at):
             yield at, self._record_normed
         for name in ("q", "k"):
-            at = self.model.hook_name(f"rot_{name}", layer)
-            if self.model.has_hook(at):
+            at = self.bridge.hook_name(f"rot_{name}", layer)
+            if self.bridge.has_hook(at):
                 yield at, partial(self._record_rotated, name)
 
     # TransformerLens calls hooks as `hook(value, hook=place)`. It puts what they return in the
@@ -208,7 +211,7 @@ class _DensePass:
             # Whether scores make the pattern is checked on what the model itself made.
             self.tensors[f"unchanged {name}"] = at_least_float32(value)
             if changed is not None:
-                facts = self.model.shown_facts(layer)
+                facts = self.bridge.shown_facts(layer)
                 if name == "pattern":
                     check_unseen(changed, facts, layer)
                 else:
@@ -239,7 +242,7 @@ class _DensePass:
         # A matrix of T² for each head: only one layer's fits the memory.
         self.tensors.clear()
         if layer in self.attention_layers:
-            self.model.forget_pattern(layer)
+            self.bridge.forget_pattern(layer)
         if self.request.ends_with(layer):
             raise StopPass
         return changed
@@ -257,7 +260,7 @@ class _DensePass:
             tensors["unrotated_q"] = tensors["q"]
             for name in {"q", "k"} & tensors.keys():
                 positions = self.rotary_positions
-                tensors[name] = self.model.rotated(layer, tensors[name], positions)
+                tensors[name] = self.bridge.rotated(self.model, layer, tensors[name], positions)
         activations: dict[str, Any] = {
             name: tensor for name, tensor in tensors.items() if name in LAYER_VALUES
         }
@@ -266,7 +269,7 @@ class _DensePass:
         elif "pattern" in self.changes.reads and {"q", "k"} <= tensors.keys():
             # Some bridges show the pattern and the scores only after z. A change that reads the
             # pattern before gets one of q and k, which is checked at the end of the layer.
-            facts = self.model.shown_facts(layer)
+            facts = self.bridge.shown_facts(layer)
             q, k = (tensors[name].transpose(1, 2) for name in ("q", "k"))
             early_pattern = DensePattern.of(q, k, facts)
             if "pattern" in tensors:

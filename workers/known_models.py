@@ -4,9 +4,10 @@ from collections import OrderedDict
 
 import torch
 
+from headcount.workers.loading import load_model
+from headcount.workers.model.info.description import describe, find_model
 from headcount.workers.model.info.model_files import AdapterChoice
-from headcount.workers.model.info.model_info import ModelInfo, describe, find_model
-from headcount.workers.model.loading import load_model
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
 
 MOST_LOADED = 2  # models in memory: the raw and the folded weights of one

@@ -1,0 +1,35 @@
+"""The doors of the rooms for hard matters, by name: a replica enters only those that a scan needs.
+
+Most scans run bare modules with the fused engine on a machine without a GPU. They need no bridge,
+no backward pass and no kernel, and whoever reads how a scan goes need not read these either.
+"""
+
+from importlib import import_module
+from typing import Any, Literal
+
+from headcount.workers.engine.engine import Engine
+
+EngineName = Literal["fused", "gradient", "dense"]
+
+ENGINES: dict[EngineName, str] = {
+    "fused": "workers.engine.fused_engine.FusedEngine",
+    "gradient": "workers.gradients.gradient_engine.GradientEngine",
+    "dense": "workers.bridge.dense_engine.DenseEngine",
+}
+
+LOAD_MODEL = "workers.loading.load_model"
+WEIGHT_TABLES = "workers.measurements.weight_tables.tables_of_weights"
+PROVEN_SWEEP = "workers.kernel.kernel_check.proven_sweep"
+
+
+def entered(door: str) -> Any:  # noqa: ANN401 (whatever stands behind the door)
+    """What has this name in its module, which is imported now."""
+    module, _, name = door.rpartition(".")
+    return getattr(import_module(f"headcount.{module}"), name)
+
+
+def engine_class(name: EngineName) -> type[Engine]:
+    """The engine of a name: `fused` and `gradient` are made of a model, a precision and a sweep,
+    `dense` of a model and changes.
+    """
+    return entered(ENGINES[name])

@@ -1,0 +1,35 @@
+"""Weights in pickles: read without running their code."""
+
+import pickle
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from headcount.schemas.errors import ModelError
+
+NOT_A_TENSOR = re.compile(r"unsupported \S+ \S*\w", re.IGNORECASE)
+"""What PyTorch says of an object in a pickle that is not read. The rest of its message advises to
+read the pickle all the same.
+"""
+
+
+def check_pickles(files: Iterable[Path]) -> None:
+    """Refuse pickles of anything else than tensors: to read them would run their code."""
+    for file in files:
+        if file.suffix == ".safetensors":
+            continue
+        try:
+            # On this device no memory is taken for tensors.
+            torch.load(file, "meta", weights_only=True)
+        except pickle.UnpicklingError as error:
+            cause = NOT_A_TENSOR.search(str(error))
+            raise ModelError(
+                f"{file}: not read, as it is no pickle of tensors alone"
+                f"{f' ({cause[0]})' if cause else ''}; where you trust it, convert it to "
+                "safetensors"
+            ) from None
+        except Exception:
+            # It is named as what it is by whoever reads it.
+            continue
