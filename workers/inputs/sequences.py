@@ -7,6 +7,7 @@ of its own. Either way the beginning-of-sequence token comes first if the scan a
 
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +67,7 @@ class Sequences:
         self.index = index
         self.partners = partners
         self.least_sequences = 0  # of a run that is there: the index must reach as far
+        self.has_read_tokenizer = False
         self._last_findings: tuple[int, Findings] | None = None
         if corpus is not None:
             self.corpus = corpus
@@ -80,43 +82,49 @@ class Sequences:
             raise ModelError(
                 f"{no_token(info, 'bos_token_id', 'beginning-of-sequence')}; set bos = false"
             )
-        low, high, token = options.get("low", 0), options.get("high"), options.get("token")
-        end, position = info.d_vocab if high is None else high, options.get("position")
-        ids, first = f"0 to {info.d_vocab - 1}, the token ids of {info.name}", int(scan.bos)
-        has_position = position is not None
-        # How it is said, and whether it is wrong. The first one counts.
-        problems = {
-            f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}": (
-                scan.n_ctx > info.n_ctx
-            ),
-            "input.repeat_bos: expected with bos = true only; leave it out": (
-                options.get("repeat_bos") and not scan.bos
-            ),
-            f"input.low: expected {ids}, got {low}": low >= info.d_vocab,
-            f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}": (
-                end > info.d_vocab
-            ),
-            f"input.low: expected less than high = {high}, got {low}": low >= end,
-            f"input.token: expected {ids}, got {token}": (
-                token is not None and token >= info.d_vocab
-            ),
-            f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
-            f"sequence, got {position}": has_position and not first <= position < scan.n_ctx,
-            f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
-            "token": self.length < 1,
-            # A corpus can be read to its end. What is drawn has none.
-            f"sequences: expected a number, got 'all'; the family {self.family.name} has no end": (
-                self.is_drawn and scan.sequences == "all"
-            ),
-        }
-        for problem, is_wrong in problems.items():
-            if is_wrong:
-                raise ScanError(problem)
+        for problem in self._problems():
+            raise ScanError(problem)
         for key in ("files", "text"):
             value = options.get(key)
             for path in [value] if isinstance(value, str) else value or ():
                 if path != BUNDLED_TEXT:
                     check_bundled(f"input.{key}", path)
+
+    def _problems(self) -> Iterator[str]:
+        """What does not fit the model or the scan, in the order in which it is looked for."""
+        scan, info, options = self.scan, self.info, self.options
+        ids = f"0 to {info.d_vocab - 1}, the token ids of {info.name}"
+        if scan.n_ctx > info.n_ctx:
+            yield f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}"
+        if options.get("repeat_bos") and not scan.bos:
+            yield "input.repeat_bos: expected with bos = true only; leave it out"
+        low, high = options.get("low", 0), options.get("high")
+        end = info.d_vocab if high is None else high
+        if low >= info.d_vocab:
+            yield f"input.low: expected {ids}, got {low}"
+        if end > info.d_vocab:
+            yield f"input.high: expected 1 to {info.d_vocab}, the tokens of {info.name}, got {high}"
+        if low >= end:
+            yield f"input.low: expected less than high = {high}, got {low}"
+        token = options.get("token")
+        if token is not None and token >= info.d_vocab:
+            yield f"input.token: expected {ids}, got {token}"
+        first, position = int(scan.bos), options.get("position")
+        if position is not None and not first <= position < scan.n_ctx:
+            yield (
+                f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
+                f"sequence, got {position}"
+            )
+        if self.length < 1:
+            yield (
+                f"n_ctx: {scan.n_ctx} leaves no room for a token beside the beginning-of-sequence "
+                "token"
+            )
+        # A corpus can be read to its end. What is drawn has none.
+        if self.is_drawn and scan.sequences == "all":
+            yield (
+                f"sequences: expected a number, got 'all'; the family {self.family.name} has no end"
+            )
 
     # What the scan asks for
 
@@ -158,6 +166,7 @@ class Sequences:
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         """The model's tokenizer."""
+        self.has_read_tokenizer = True
         return TextTokenizer(Path(self.info.path), self.info.d_vocab)
 
     @property
@@ -174,8 +183,7 @@ class Sequences:
         if self.corpus is not None:
             return True
         self._drawn(self.family, range(1))
-        # `cached_property` stores a value under its name as soon as it is asked for.
-        return "tokenizer" in self.__dict__
+        return self.has_read_tokenizer
 
     # The index of a corpus
 
