@@ -18,7 +18,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # All processes that test collect the same cells, at midnight too.
-os.environ.setdefault("HEADCOUNT_SEED", str(date.today().toordinal()))
+os.environ["HEADCOUNT_SEED"] = os.environ.get("HEADCOUNT_SEED") or str(date.today().toordinal())
 
 
 def pytest_configure(config: pytest.Config) -> None:
