@@ -343,8 +343,9 @@ def test_errors_and_freedom_by_hand_from_rows_and_from_roll_ups(tmp_path: Path) 
             for row in open_runs(tmp_path).records("head_summaries")
         }
         assert found == expected
-        for run in runs if rows else ():
-            compact(run, rows)
+        if rows:
+            for run in runs:
+                compact(run, rows)
 
 
 # Changes between interventions and between runs
