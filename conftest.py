@@ -1,6 +1,7 @@
 """What holds for every process that tests: how it computes, and how it ends."""
 
 import os
+from datetime import date
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 # If two tests run at a time, each has a core. With more threads they would wait for one another.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
+# PyTorch reads this when the first test needs it: many files need none.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# All processes that test collect the same cells, at midnight too.
+os.environ["HEADCOUNT_SEED"] = os.environ.get("HEADCOUNT_SEED") or str(date.today().toordinal())
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", 0):
         from headcount.workers.process import prepare_process
 
-        prepare_process(threads=1)
+        prepare_process()
 
 
 @pytest.fixture(autouse=True)

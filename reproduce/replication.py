@@ -455,13 +455,13 @@ def read_toml(file: Path, model: type[M]) -> M:
 
 def find_replications(names: Iterable[str]) -> dict[str, Replication]:
     """The replications of these names. A name `FILE.toml` reads a user's own file."""
-    shipped_replications = replications()
+    shipped_files = {file.stem: file for file in sorted(REPLICATIONS.glob("*.toml"))}
     selection: dict[str, Replication] = {}
     for name in names:
         if name.endswith(".toml"):
             selection[Path(name).stem] = read_toml(Path(name), Replication)
-        elif name in shipped_replications:
-            selection[name] = shipped_replications[name]
+        elif name in shipped_files:
+            selection[name] = read_toml(shipped_files[name], Replication)
         else:
-            raise ScanError(unknown("replication", name, shipped_replications))
+            raise ScanError(unknown("replication", name, shipped_files))
     return selection

@@ -287,9 +287,9 @@ class Kind(Registry[Formula]):
                         f"{self.field}: {other.text} and {formula.text} would have one column, "
                         f"{formula.name}; leave one of them out"
                     )
-        order = list(self._by_function())
+        order = {name: place for place, name in enumerate(self._by_function())}
         return tuple(
-            sorted(selected.values(), key=lambda one: (order.index(one.function_name), one.name))
+            sorted(selected.values(), key=lambda one: (order[one.function_name], one.name))
         )
 
     def canonical(self, names: str | tuple[str, ...]) -> str | tuple[str, ...]:

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 if TYPE_CHECKING:
@@ -58,8 +59,12 @@ SquaredComponent = Annotated["Tensor", Values("squared component", *ANY)]
 Tokens = Annotated["Tensor", Values("tokens")]
 
 
+@cache
 def values_of(function: Callable[..., Any]) -> Values:
-    """The values that a function returns; raises `ValueError` if its type does not say them."""
+    """The values that a function returns; raises `ValueError` if its type does not say them.
+
+    Cached, because every column of every batch is held to its bounds.
+    """
     for part in get_args(inspect.signature(function, eval_str=True).return_annotation):
         if isinstance(part, Values):
             return part

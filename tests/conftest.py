@@ -10,12 +10,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from _pytest.doctest import DoctestModule
 
 # A shell starts what runs in the background deaf to interrupts, and commands inherit that; those
 # that tests start must hear them.
@@ -36,6 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Order by measured seconds would end a hundredth earlier.
     """
     items.sort(key=lambda item: (-item.path.stat().st_size, str(item.path)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[Any], list[Any]]:
+    """Look for doctests only in the files that have some: the others are imported for nothing."""
+    collectors = yield
+    if file_path.suffix != ".py" or ">>>" in file_path.read_text(encoding="utf-8"):
+        return collectors
+    return [one for one in collectors if not isinstance(one, DoctestModule)]
 
 
 def cpu_seconds() -> float:

@@ -304,41 +304,48 @@ def test_the_error_of_a_small_spread_on_a_large_mean_keeps_its_digits(tmp_path: 
             compact(run, rows)
 
 
-@pytest.mark.parametrize(
-    ("documents", "values", "error", "freedom"),
-    [
-        # One document: nothing is known of others.
-        ([0, 0, 0], [1, 2, 6], None, None),
-        # Two: S_d - n_d x̄ is -1 and 1, so s² = 2 / (4 - 2).
-        ([0, 1], [1, 3], 1, 1),
-        # One that a shard's end divides: the residuals are -2, 2, 0, 0; Σ n_d² = 7, Σ n_d⁴ = 19.
-        ([0, 0, 1, 2, 3], [1, 1, 4, 2, 2], (8 / (25 - 7)) ** 0.5, (1 - 7 / 25) * 7**2 / 19),
-        # The same, and a sequence of the first document without a value.
-        ([0, 0, 0, 1, 2, 3], [1, None, 1, 4, 2, 2], (8 / 18) ** 0.5, (1 - 7 / 25) * 7**2 / 19),
-        # One has most sequences: (1 - 39/81) 39² / 1299 = 0.6, and 1 is the least.
-        ([0, 0, 0, 0, 0, 0, 1, 2, 3], [2, 2, 2, 2, 2, 2, 0, 4, 2], (8 / (81 - 39)) ** 0.5, 1),
-        # The residuals of synthetic sequences: -3, -1, 1 and 3.
-        ([None] * 4, [1, 3, 5, 7], (20 / (16 - 4)) ** 0.5, 3),
-    ],
-)
-def test_errors_and_freedom_by_hand_from_rows_and_from_roll_ups(
-    tmp_path: Path,
-    documents: list[int | None],
-    values: list[float | None],
-    error: float | None,
-    freedom: float | None,
-) -> None:
-    run = write_run(
-        tmp_path, "a-1", {"value_norm": lambda row: values[row.sequence]}, layers=1, heads=1,
-        sequences=len(documents), per_shard=1, documents=documents,
-    )  # fmt: skip
+BY_HAND: dict[str, tuple[list[int | None], list[float | None], float | None, float | None]] = {
+    # Documents and values of sequences, the error and the degrees of freedom.
+    # One document: nothing is known of others.
+    "a-1": ([0, 0, 0], [1, 2, 6], None, None),
+    # Two: S_d - n_d x̄ is -1 and 1, so s² = 2 / (4 - 2).
+    "b-1": ([0, 1], [1, 3], 1, 1),
+    # One that a shard's end divides: the residuals are -2, 2, 0, 0; Σ n_d² = 7, Σ n_d⁴ = 19.
+    "c-1": ([0, 0, 1, 2, 3], [1, 1, 4, 2, 2], (8 / (25 - 7)) ** 0.5, (1 - 7 / 25) * 7**2 / 19),
+    # The same, and a sequence of the first document without a value.
+    "d-1": ([0, 0, 0, 1, 2, 3], [1, None, 1, 4, 2, 2], (8 / 18) ** 0.5, (1 - 7 / 25) * 7**2 / 19),
+    # One has most sequences: (1 - 39/81) 39² / 1299 = 0.6, and 1 is the least.
+    "e-1": ([0, 0, 0, 0, 0, 0, 1, 2, 3], [2, 2, 2, 2, 2, 2, 0, 4, 2], (8 / (81 - 39)) ** 0.5, 1),
+    # The residuals of synthetic sequences: -3, -1, 1 and 3.
+    "f-1": ([None] * 4, [1, 3, 5, 7], (20 / (16 - 4)) ** 0.5, 3),
+}
+
+
+def test_errors_and_freedom_by_hand_from_rows_and_from_roll_ups(tmp_path: Path) -> None:
+    def cell_of(values: list[float | None]) -> Cell:
+        return lambda row: values[row.sequence]
+
+    runs = [
+        write_run(
+            tmp_path, name, {"value_norm": cell_of(values)}, layers=1, heads=1,
+            sequences=len(documents), per_shard=1, documents=documents,
+        )
+        for name, (documents, values, *_) in BY_HAND.items()
+    ]  # fmt: skip
+    expected = {
+        name: (pytest.approx(error), pytest.approx(freedom))
+        for name, (_, _, error, freedom) in BY_HAND.items()
+    }
     # Each shard of its own; two shards in a roll-up; all in one.
     for rows in (3, 1000, None):
-        (row,) = open_runs(run.path).records("head_summaries")
-        found = (row["standard_error"], row["degrees_of_freedom"])
-        assert found == (pytest.approx(error), pytest.approx(freedom))
+        found = {
+            row["run_id"]: (row["standard_error"], row["degrees_of_freedom"])
+            for row in open_runs(tmp_path).records("head_summaries")
+        }
+        assert found == expected
         if rows:
-            compact(run, rows)
+            for run in runs:
+                compact(run, rows)
 
 
 # Changes between interventions and between runs

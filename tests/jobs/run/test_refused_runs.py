@@ -1,4 +1,4 @@
-"""Whatever refuses to continue a run leaves its files as they are, and its rows."""
+"""Whatever refuses to continue a run leaves its files as they are, and so its rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,12 +59,6 @@ def files_of(run: RunDirectory) -> dict[str, bytes]:
     """Every file of a run with its content."""
     root = local(run.path)
     return {str(f.relative_to(root)): f.read_bytes() for f in root.rglob("*") if f.is_file()}
-
-
-def count_rows(run: RunDirectory) -> int:
-    table = connect_to_tables(run.path).sql("SELECT count(*) FROM heads")
-    (count,) = table.fetchall()[0]
-    return count
 
 
 def other_code(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +166,7 @@ def begun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     run_here(plan_of(local(run.path).parent, SEQUENCES))
     if request.param == "gathered":
         gather(run.commits_directory, list(run.commits()))
+    assert connect_to_tables(run.path).sql("FROM heads LIMIT 1").fetchall()
     return run
 
 
@@ -185,13 +180,11 @@ def begun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_what_is_refused_leaves_the_run_as_it_is(
     begun: RunDirectory, monkeypatch: pytest.MonkeyPatch, refusal: Refusal
 ):
-    files, rows = files_of(begun), count_rows(begun)
-    assert rows > 0
+    files = files_of(begun)
     with pytest.raises(HeadcountError) as refused:
         refusal(begun, monkeypatch)
     assert "\n" not in str(refused.value)
     assert files_of(begun) == files
-    assert count_rows(begun) == rows
 
 
 def test_a_damaged_shard_is_taken_back_only_by_what_measures_it_again(
