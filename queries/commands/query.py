@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -260,14 +262,16 @@ def report(
     """Write one HTML file with heatmaps of every statistic and a card of every head. It opens
     from disk, without a network.
     """
-    from headcount.queries.ask.asking import open_runs
-    from headcount.queries.report.report import write_report
+    with waiting("starting"):
+        from headcount.queries.ask.asking import open_runs
+        from headcount.queries.report.report import write_report
 
     # A tokenizer that is not on this machine is not fetched: tokens are numbers then.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    database = open_runs(runs, code=code, tell=tell_user)
-    warn_of_damage(database)
-    write_report(database, output, RunModels(runs) if text else None)
+    with waiting("reading the runs"):
+        database = open_runs(runs, code=code, tell=tell_user)
+        warn_of_damage(database)
+        write_report(database, output, RunModels(runs) if text else None)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
 
@@ -288,6 +292,16 @@ def views(
     for line in damage:
         tell_user(f"warning: {line}")
     typer.echo(written)
+
+
+@contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """Show on a terminal what is done, where nobody knows how long it takes."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(words) if console.is_terminal else nullcontext():
+        yield
 
 
 def warn_of_damage(database: RunDatabase) -> None:

@@ -3,6 +3,7 @@
 What needs a Python that starts is the real command in a process of its own.
 """
 
+import contextlib
 import importlib
 import os
 import pty
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -315,3 +317,28 @@ def test_watching_ends_with_the_run(runs: Path, command: Command, monkeypatch: p
         assert command("status", runs / "run_id=toy-1a2b3c4d", "--watch") == (0, [])
     assert b"complete  every shard is committed" in os.read(our_end, 10_000)
     os.close(our_end)
+
+
+def test_a_command_that_reads_runs_says_so_on_a_terminal(
+    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for words in (("report", runs, "-o", tmp_path / "report.html"), ("text", runs, "9")):
+        our_end, its_end = pty.openpty()
+        shown: list[bytes] = []
+        # The terminal takes only some kilobytes that nobody has read.
+        reader = threading.Thread(target=read_terminal, args=(our_end, shown))
+        with open(its_end, "w") as terminal, monkeypatch.context() as m:
+            reader.start()
+            m.setattr(sys, "stderr", terminal)
+            command(*words)
+        reader.join()
+        os.close(our_end)
+        assert b"reading the run" in b"".join(shown), words
+
+
+def read_terminal(terminal: int, received: list[bytes]) -> None:
+    """Read what is written to a terminal until its other end is closed."""
+    # Linux says that by an error.
+    with contextlib.suppress(OSError):
+        while some := os.read(terminal, 10_000):
+            received.append(some)
