@@ -61,9 +61,9 @@ NAMES = {
 def __getattr__(name: str) -> object:
     """A name for notebooks, imported when it is first asked for."""
     if name == "app":
-        from headcount.commands import command_line
+        from importlib import import_module
 
-        return command_line()
+        return import_module("headcount.commands").command_line()
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

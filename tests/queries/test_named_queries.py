@@ -233,7 +233,9 @@ def test_uniform_baselines_are_one_row_per_statistic(database: RunDatabase) -> N
 def test_parameters_on_the_command_line_and_in_sql_are_the_same(path: Path) -> None:
     options = ("--limit", "3", "--format", "csv")
     out = printed("query", path, "outliers", "--statistic=entropy", "--k", "1", *options)
-    assert out == printed("query", path, "FROM outliers(statistic := 'entropy', k := 1)", *options)
+    # Of a view, a note says that the limit hides runs.
+    rows, _, _ = out.partition("note: ")
+    assert rows == printed("query", path, "FROM outliers(statistic := 'entropy', k := 1)", *options)
     assert out.count("\n") == 4
     out = printed("query", path, "outliers", "--help")
     assert "--k WHOLE NUMBER  How many sequences of each head, at either end. (default 3)" in out
