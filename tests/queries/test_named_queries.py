@@ -236,7 +236,7 @@ def test_parameters_on_the_command_line_and_in_sql_are_the_same(path: Path) -> N
     # Of a view, a note says that the limit hides runs.
     rows, _, _ = out.partition("note: ")
     assert rows == printed("query", path, "FROM outliers(statistic := 'entropy', k := 1)", *options)
-    assert out.count("\n") == 4
+    assert rows.count("\n") == 4
     out = printed("query", path, "outliers", "--help")
     assert "--k WHOLE NUMBER  How many sequences of each head, at either end. (default 3)" in out
     assert "In SQL: FROM outliers(statistic := 'sink_mass', k := 3)" in out
