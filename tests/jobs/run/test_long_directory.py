@@ -44,6 +44,8 @@ def test_ray_starts_with_a_long_temporary_directory_and_leaves_nothing(
         text=True,
     ) as process:
         output, errors = process.communicate(timeout=400)
+    if "The current node timed out during startup" in errors:
+        pytest.skip("Ray gives its own processes 30 s to start, and this machine is too busy")
     assert process.returncode == 0, errors
     assert output.startswith("runs/run_id=toy-")
     # Ray names its directory after the process that starts it. Others may start one meanwhile.
