@@ -26,12 +26,13 @@ if sys.version_info < (3, 11):  # noqa: UP036 - who imports a clone asks no inst
         sys.exit(2)
     raise ImportError(_needed)
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
-
+# Type checkers take it for true. `typing` is not imported: until the command's first lines run,
+# an interrupt prints a stack trace, and that import is most of the time until then.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+    from typing import Any, Literal
 
     import typer
 
@@ -60,6 +61,8 @@ NAMES = {
 def __getattr__(name: str) -> object:
     """A name for notebooks, imported when it is first asked for."""
     if name == "app":
+        from importlib import import_module
+
         return import_module("headcount.commands").command_line()
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
@@ -77,6 +80,8 @@ def __getattr__(name: str) -> object:
 
 def _imported(name: str) -> Any:  # noqa: ANN401 - each is of another type
     """What a name stands for; an error says which extra of ours brings a missing library."""
+    from importlib import import_module
+
     module, name_there = NAMES[name]
     try:
         return getattr(import_module(f"headcount.{module}"), name_there)

@@ -1,12 +1,18 @@
 """The front door: starts the command line, and ends it in lines and not in stack traces."""
 
 import os
-import signal
-import threading
-from types import FrameType
+
+# The built-in half of `signal`. Until `main` begins an interrupt prints a stack trace, or Python
+# ignores it inside an import, so nothing is imported before that has to be read from a file.
+from _signal import (  # pyright: ignore[reportMissingImports] - it is built in
+    SIGINT,
+    default_int_handler,
+    getsignal,
+    signal,
+)
 
 
-def _leave_at_once(number: int, _: FrameType | None) -> None:
+def _leave_at_once(number: int, _: object) -> None:
     """End without unwinding: an interrupt during an import would print a stack trace."""
     os.write(2, b"stopped\n")
     os._exit(128 + number)
@@ -15,13 +21,10 @@ def _leave_at_once(number: int, _: FrameType | None) -> None:
 def main() -> None:
     """Run the command line; every error is a line and not a stack trace."""
     # A program that handles interrupts itself is left alone.
-    hears_interrupts = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
+    hears_interrupts = getsignal(SIGINT) is default_int_handler
     # Until everything is imported, nothing is started or written that would have to be ended.
     if hears_interrupts:
-        signal.signal(signal.SIGINT, _leave_at_once)
+        signal(SIGINT, _leave_at_once)
     # OpenMP's threads wait for one another in a loop, and take cores from those they wait for.
     # Beside other programs a scan on all cores was ten times slower than on one. Torch reads the
     # variable when it is loaded; a value of the user's stays.
@@ -34,6 +37,6 @@ def main() -> None:
     collect_garbage_rarely()
     app = commands.command_line()
     if hears_interrupts:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal(SIGINT, default_int_handler)
     with ended_in_lines():
         app(prog_name="headcount")

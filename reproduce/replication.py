@@ -372,7 +372,8 @@ class Replication(BaseModel):
 
     With `checkpoints = "step-*"` a scan runs on every such directory inside the model's, and the
     runs are called NAME-DIRECTORY. With `sizes`, a list of tables, a scan runs only on models
-    that have the sizes of one of them.
+    that have the sizes of one of them. `token_text` is the text of the token whose id the input
+    names: another tokenizer may read another text from it.
     """
     text: StandInText | None = None
     """What the value `"$text"` of an input's option stands for."""
@@ -407,6 +408,11 @@ class Replication(BaseModel):
             sizes = scan.get("sizes", [])
             for alternative in sizes:
                 _known_sizes(alternative)
+            if "token" in (self.defaults | scan).get("input", {}) and "token_text" not in scan:
+                raise ValueError(
+                    f"scan.{name}: its input names a token by its id; token_text says which text "
+                    "that is"
+                )
             if self.text is None and TEXT in str([self.defaults, self.bundled, scan]):
                 raise ValueError(
                     f"scan.{name}: reads {TEXT}, and the replication has no table [text]"

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,8 +30,9 @@ from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.description import find_model
 from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.info.text_tokenizer import TextTokenizer
 
-REPLICATION_FIELDS = ("bundled", "checkpoints", "sizes")
+REPLICATION_FIELDS = ("bundled", "checkpoints", "sizes", "token_text")
 """What a replication says of a scan beside the fields of a scan."""
 
 HEAD_FIELDS = ("layers", "heads")
@@ -70,9 +72,10 @@ def plan_replication(
         for run_name, checkpoint in checkpoints.items():
             places = {"model": checkpoint, "out": out}
             scan = parse_scan(override_fields(fields | places, own_overrides))
-            scans[run_name] = resolve(
-                scan, models.describe(scan.model, scan.revision, scan.adapter)
-            )
+            resolved = resolve(scan, models.describe(scan.model, scan.revision, scan.adapter))
+            if "token_text" in entry and model != replication.bundled_model:
+                _check_token(resolved, scan_name, entry["token_text"])
+            scans[run_name] = resolved
 
     # The name of the directory needs all resolved scans, and every plan needs the directory.
     # `out` is no part of what a scan measures.
@@ -91,6 +94,22 @@ def plan_replication(
         run, _ = find_run(resolved, RunDirectory.of(directory, scan.run_id(name)), new=False)
         plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
     return plans
+
+
+def _check_token(resolved: ResolvedScan, scan: str, text: str) -> None:
+    """Refuse a token that the model's tokenizer reads as another text than was published."""
+    info, token = resolved.info, int(resolved.sequences.options["token"])
+    # Not the tokenizer of the sequences: random tokens do not depend on any.
+    tokenizer = TextTokenizer(Path(info.path), info.d_vocab)
+    (text_here,) = tokenizer.texts([token])
+    if text_here != text:
+        tokens = tokenizer.encode(text)
+        of_text = f"={tokens[0]}" if len(tokens) == 1 else ""
+        raise ScanError(
+            f"{info.name}: its tokenizer reads {text_here!r} from token {token}, and the scan "
+            f"{scan!r} means {text!r}; --set {scan}.input.token{of_text or '=ID'} names a token of "
+            "this tokenizer"
+        )
 
 
 def describe_model(model: str, overrides: Iterable[str], models: KnownModels) -> ModelInfo:

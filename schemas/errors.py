@@ -154,8 +154,8 @@ def unknown_among(kind: str, name: str, known: Iterable[str], listing: str) -> s
     >>> known = [f"score_{number}" for number in range(100)]
     >>> unknown_among("column", "score", known[:2], "DESCRIBE heads")
     "unknown column 'score': did you mean 'score_1'? Known: score_0, score_1"
-    >>> unknown_among("column", "score_99x", known, "DESCRIBE heads")[:58]
-    "unknown column 'score_99x': did you mean 'score_99'? Near:"
+    >>> unknown_among("column", "score_99x", known, "DESCRIBE heads")[:63]
+    "unknown column 'score_99x': did you mean 'score_99'? Also near:"
     """
     known_names = sorted(known)
     if len(known_names) <= MOST_NAMES:
@@ -167,7 +167,7 @@ def unknown_among(kind: str, name: str, known: Iterable[str], listing: str) -> s
     every = f"{listing} lists all {len(known_names)}"
     if not nearest:
         return f"unknown {kind} {name[:LONGEST_NAME]!r}: {every}"
-    near = f"Near: {', '.join(nearest)}; " if len(nearest) > 1 else ""
+    near = f"Also near: {', '.join(nearest[1:])}; " if len(nearest) > 1 else ""
     return f"unknown {kind} {name[:LONGEST_NAME]!r}: did you mean {nearest[0]!r}? {near}{every}"
 
 

@@ -23,6 +23,7 @@ from headcount.queries.open.connection import (
     spill_directory,
     view_descriptions,
 )
+from headcount.queries.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown_among
 from headcount.schemas.unending import UNENDING
 
@@ -31,6 +32,11 @@ ATTEMPTS = 20  # how often a query is asked whose files are merged before it has
 
 INTERRUPT_SECONDS = 0.1  # between two tries to interrupt a query
 STOPPING_SECONDS = 1.0  # in which DuckDB stops after an interrupt, unless it is inside a function
+
+TEXT_TYPES = {"uhugeint", "bignum", "bit", "time with time zone", "variant"}
+"""DuckDB's types whose values Arrow has otherwise: above 2^127 an integer becomes negative, a time
+loses its zone, and others are bytes of DuckDB's own. They leave as text.
+"""
 
 EXPLAIN = re.compile(r"(?:\s|--.*\n|/\*.*?\*/)*EXPLAIN(?:\s+ANALYZE)?\b", re.IGNORECASE)
 """What an EXPLAIN begins with, after spaces and comments."""
@@ -120,6 +126,8 @@ class Answer:
     change: Callable[[pa.RecordBatch], pa.RecordBatch] | None = None
     """What becomes of each batch before it is handed out."""
     rows_read: int = 0
+    first_rows: dict[Any, int] = field(default_factory=dict[Any, int])
+    """The row in which each run is met first, if the answer has a column run_id."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as Arrow batches."""
@@ -131,8 +139,18 @@ class Answer:
                 raise query_error(error) from None
             if batch is None:
                 return
+            self._note_runs(batch)
             self.rows_read += batch.num_rows
             yield self.change(batch) if self.change else batch
+
+    def _note_runs(self, batch: pa.RecordBatch) -> None:
+        if self.schema.names.count("run_id") != 1:
+            return
+        column = batch.column("run_id")
+        for run_id in column.unique().to_pylist():
+            if run_id not in self.first_rows:
+                row_in_batch = column.to_pylist().index(run_id)
+                self.first_rows[run_id] = self.rows_read + row_in_batch
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """The rows, as Python values."""
@@ -179,7 +197,8 @@ def run_query(
     def start() -> pa.RecordBatchReader:
         # A second lock, beside the subquery: nothing can be written in this transaction.
         cursor.execute("BEGIN TRANSACTION READ ONLY")
-        return cursor.sql(f"{explain}{subquery}{limit_clause}").to_arrow_reader(BATCH_ROWS)
+        relation = cursor.sql(f"{explain}{subquery}{limit_clause}")
+        return with_text_types(relation).to_arrow_reader(BATCH_ROWS)
 
     for attempt in range(1, ATTEMPTS + 1):
         hold_to_commits(connection, subquery)
@@ -192,6 +211,43 @@ def run_query(
                 raise explained(error, connection, subquery) from None
             cursor.rollback()
     raise AssertionError
+
+
+def with_text_types(relation: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
+    """An answer whose values Arrow has as they are; those that it has not are text."""
+    text_types = [text_type(each) for each in relation.types]
+    if text_types == list(map(str, relation.types)):
+        return relation
+    columns = zip(map(quoted_name, relation.columns), relation.types, text_types, strict=True)
+    return relation.project(
+        ", ".join(
+            name if text == str(type_) else f"{name}::{text} AS {name}"
+            for name, type_, text in columns
+        )
+    )
+
+
+def text_type(type_: Any) -> str:  # noqa: ANN401 - DuckDB's own
+    """The type in SQL that has text for what Arrow does not have, also inside of others.
+
+    >>> text_type(duckdb.type('STRUCT("a b" UHUGEINT[], c FLOAT)'))
+    'STRUCT("a b" VARCHAR[], c FLOAT)'
+    """
+    kind: str = type_.id
+    if kind in TEXT_TYPES:
+        return "VARCHAR"
+    if kind in ("list", "array"):
+        child, *size = (value for _, value in type_.children)
+        return f"{text_type(child)}[{''.join(map(str, size))}]"
+    if kind in ("map", "tuple"):
+        return f"{kind.upper()}({', '.join(text_type(child) for _, child in type_.children)})"
+    if kind in ("struct", "union"):
+        # The first child of a union says which of the others a value is.
+        members = type_.children[1:] if kind == "union" else type_.children
+        listed = (f"{quoted_name(name)} {text_type(child)}" for name, child in members)
+        text = f"{kind.upper()}({', '.join(listed)})"
+        return str(duckdb.type(text))
+    return str(type_)
 
 
 def _one_query(text: str) -> tuple[str, str]:

@@ -60,8 +60,8 @@ def query_error(error: Exception) -> SqlMistake:
         # A candidate may be qualified, as in "heads.layer".
         names = [name.rpartition(".")[2] for name in re.findall(r'"([^"]+)"', candidates[1])]
         nearest = difflib.get_close_matches(column[1], names, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        text = f"unknown column {column[1]!r}: {hint}Nearest: {', '.join(names)}"
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"Near: {', '.join(names)}"
+        text = f"unknown column {column[1]!r}: {hint}"
     return SqlMistake(printable(" ".join(text.split())), pointer_in(message))
 
 

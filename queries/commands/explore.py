@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headcount.queries.commands.query import Code, RunsArgument, tell_user, warn_of_damage
+from headcount.queries.commands.query import Code, RunsArgument, tell_user, waiting, warn_of_damage
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -45,12 +45,15 @@ def explore(
     # A tokenizer is read where it lies on this machine, and never fetched.
     os.environ["HF_HUB_OFFLINE"] = "1"
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-    from headcount.queries.explore.query_engine import Engine
-    from headcount.queries.explore.server import LOCAL_NAMES, serve
-    from headcount.queries.open.connection import check_memory
+    with waiting("starting"):
+        from headcount.queries.explore.query_engine import Engine
+        from headcount.queries.explore.server import LOCAL_NAMES, serve
+        from headcount.queries.open.connection import check_memory
 
-    engine = Engine(runs, code=code, model=model, memory=check_memory(memory), deadline=timeout)
-    warn_of_damage(engine.runs.database)
+    memory = check_memory(memory)
+    with waiting("reading the runs"):
+        engine = Engine(runs, code=code, model=model, memory=memory, deadline=timeout)
+        warn_of_damage(engine.runs.database)
     if host not in LOCAL_NAMES:
         tell_user(
             f"warning: whoever reaches {host} and has the address below can read these runs; "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,6 +15,7 @@ from typer.core import TyperCommand
 
 from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.ask.typed_queries import read_typed, with_parameters
+from headcount.queries.sql_text import text_literal
 from headcount.schemas.errors import QueryError
 from headcount.workers.run_model import RunModels
 
@@ -114,8 +117,9 @@ def query(
     """Query the committed rows of runs, in SQL or by the name of a view."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.asking import open_runs
-    from headcount.queries.ask.formats import format_of
+    from headcount.queries.ask.formats import format_of, rows_to_read
     from headcount.queries.ask.process_memory import held_to_memory
+    from headcount.queries.ask.text_tables import TABLE_ROWS
     from headcount.queries.open.connection import check_memory, view_descriptions
 
     time_limit = timeout if 0 < timeout < float("inf") else None
@@ -124,17 +128,42 @@ def query(
     database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
     warn_of_damage(database)
 
+    views = view_descriptions(database.connection)
     if asked is None:
         # Every view with the first sentence of its description.
-        for name, description in view_descriptions(database.connection).items():
+        for name, description in views.items():
             typer.echo(f"{name:<24} {description.partition('. ')[0].rstrip('.')}.")
         return
     options = [option for parameter in context.command.params for option in parameter.opts]
     sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
     models = RunModels(runs) if text else None
     with held_to_memory(database.connection):
-        _answer(database, sql, limit, time_limit, models, answer_format, output, vertical)
+        answer = _answer(database, sql, limit, time_limit, models, answer_format, output, vertical)
+    rows_asked = rows_to_read(answer_format, limit)
+    if rows_asked is not None and asked.strip().lower() in views:
+        # The name of a view is a word, which needs no quotation marks.
+        view = sql.strip().removeprefix("FROM ").replace('"', "", 2)
+        rows_shown = limit if limit is not None else TABLE_ROWS
+        is_all_read = answer.rows_read < rows_asked
+        _say_which_runs_are_shown(database, answer, rows_shown, is_all_read, view)
     _say_how_much_is_in(database)
+
+
+def _say_which_runs_are_shown(
+    database: RunDatabase, answer: Answer, rows_shown: int, is_all_read: bool, view: str
+) -> None:
+    """Say on stderr if a limit shows only some runs of a view: most views are ordered by run."""
+    shown = [run_id for run_id, row in answer.first_rows.items() if row < rows_shown]
+    all_runs = [run_id for (run_id,) in database.rows("SELECT run_id FROM runs ORDER BY run_id")]
+    # A table also reads rows that it only counts. Of rows that nobody has read, any run may be.
+    with_rows = [*answer.first_rows] if is_all_read else all_runs
+    others = [run_id for run_id in with_rows if run_id not in shown]
+    if shown and others:
+        whose = f"run {shown[0]}" if len(shown) == 1 else f"{len(shown)} runs"
+        more = f"FROM {view} WHERE run_id = {text_literal(others[0])}"
+        tell_user(
+            f"note: only rows of {whose} are shown, of {len(all_runs)} runs; see also: {more}"
+        )
 
 
 def _answer(
@@ -146,7 +175,7 @@ def _answer(
     answer_format: Format,
     output: Path | None,
     vertical: bool,
-) -> None:
+) -> Answer:
     from headcount.queries.ask.answers import run_query
     from headcount.queries.ask.formats import rows_to_read, write_file, write_tokens_as_text
     from headcount.queries.ask.mistakes import SqlMistake
@@ -172,6 +201,7 @@ def _answer(
     if not found.rows_read:
         for line in why_empty(database.connection, sql):
             tell_user(f"note: {line}")
+    return found
 
 
 def _write_to_stdout(
@@ -232,14 +262,16 @@ def report(
     """Write one HTML file with heatmaps of every statistic and a card of every head. It opens
     from disk, without a network.
     """
-    from headcount.queries.ask.asking import open_runs
-    from headcount.queries.report.report import write_report
+    with waiting("starting"):
+        from headcount.queries.ask.asking import open_runs
+        from headcount.queries.report.report import write_report
 
     # A tokenizer that is not on this machine is not fetched: tokens are numbers then.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    database = open_runs(runs, code=code, tell=tell_user)
-    warn_of_damage(database)
-    write_report(database, output, RunModels(runs) if text else None)
+    with waiting("reading the runs"):
+        database = open_runs(runs, code=code, tell=tell_user)
+        warn_of_damage(database)
+        write_report(database, output, RunModels(runs) if text else None)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
 
@@ -260,6 +292,16 @@ def views(
     for line in damage:
         tell_user(f"warning: {line}")
     typer.echo(written)
+
+
+@contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """Show on a terminal what is done, where nobody knows how long it takes."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(words) if console.is_terminal else nullcontext():
+        yield
 
 
 def warn_of_damage(database: RunDatabase) -> None:

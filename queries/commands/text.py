@@ -44,16 +44,18 @@ def text(
     ] = "auto",
 ) -> None:
     """Print a sequence of a run as text, and what a head attends to in it."""
-    # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-    from headcount.queries.ask.asking import open_runs
-    from headcount.queries.commands.query import tell_user, warn_of_damage
+    from headcount.queries.commands.query import tell_user, waiting, warn_of_damage
 
     chosen_head = None if head is None else Head.labelled(head)
     if head is not None and chosen_head is None:
         raise QueryError(f"--head: expected a layer and a head such as L5H1, got {head!r}")
-    database = open_runs(run, tell=tell_user)
-    warn_of_damage(database)
-    records = database.records("FROM runs")
+    with waiting("reading the run"):
+        # It imports duckdb and pyarrow, which `headcount --help` need not wait for.
+        from headcount.queries.ask.asking import open_runs
+
+        database = open_runs(run, tell=tell_user)
+        warn_of_damage(database)
+        records = database.records("FROM runs")
     if len(records) != 1:
         directories = ", ".join(f"run_id={record['run_id']}" for record in records[:5])
         more = " …" if len(records) > 5 else ""
@@ -90,7 +92,8 @@ def text(
         _write_text(texts, out, width)
         return
     layer, head_index = chosen_head
-    looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
+    with waiting("loading the model"):
+        looks = run_model.looks(sequence, tokens, layer, head_index, intervention, device)
     _write_statistics(database, sequence, chosen_head, intervention, out)
     _write_looks(texts, looks, out, width)
 

@@ -48,6 +48,22 @@ def test_a_value_that_names_nothing_of_the_runs_is_an_error(
     assert str(error.value).startswith(UNKNOWN[sql])
 
 
+@pytest.mark.parametrize(
+    ("sql", "expected"),
+    [
+        ("SELECT heigth FROM (SELECT 1 AS height)", "did you mean 'height'?"),
+        ("SELECT zz FROM (SELECT 1 AS height, 2 AS width)", "Near: height"),
+        ("FROM rankin", "did you mean 'ranking'? headcount query RUNS lists all"),
+    ],
+)
+def test_a_near_name_is_said_once(database: RunDatabase, sql: str, expected: str) -> None:
+    with pytest.raises(QueryError) as error:
+        run_query(database.connection, sql)
+    message = str(error.value)
+    assert message.partition(": ")[2].startswith(expected)
+    assert message.count("height") + message.count("ranking") == 1
+
+
 def test_an_error_lists_close_names_and_no_wall_of_them(database: RunDatabase) -> None:
     for sql in ("sink_head", "SELECT sink_mas FROM by_head"):
         with pytest.raises(QueryError, match="did you mean") as error:

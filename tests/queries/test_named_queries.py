@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from headcount import app
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.mistakes import SqlMistake
@@ -63,6 +65,35 @@ def values(run: str) -> np.ndarray:
 
 def of_run(rows: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["run_id"] == run]
+
+
+def test_a_limit_that_hides_runs_is_said(path: Path) -> None:
+    """Rows of a view are ordered by run, unless they are ranked."""
+
+    def note(*words: object) -> list[str]:
+        result = CliRunner().invoke(app, ["query", str(path), *map(str, words)])
+        assert result.exit_code == 0, result.output
+        return result.stderr.splitlines()
+
+    of_first = "note: only rows of run a-1 are shown, of 3 runs; see also: "
+    assert note("by_head", "--limit", 10) == [f"{of_first}FROM by_head WHERE run_id = 'b-2'"]
+    of_two = "note: only rows of 2 runs are shown, of 3 runs; see also: "
+    words = ("BY_HEAD", "--limit", 13, "--format", "csv")
+    assert note(*words) == [f"{of_two}FROM BY_HEAD WHERE run_id = 'c-3'"]
+    words = ("quantiles", "--statistic", "entropy", "--limit", 12)
+    of_query = "FROM quantiles(statistic := 'entropy') WHERE run_id = 'b-2'"
+    assert note(*words) == [f"{of_first}{of_query}"]
+    assert note("heads") == [f"{of_first}FROM heads WHERE run_id = 'b-2'"]
+    # All runs are there, no limit cuts anything, or whoever asks has chosen by SQL.
+    for words in (
+        ("by_head", "--limit", 25),
+        ("ranking", "--limit", 3),
+        ("by_head", "--format", "csv"),
+        ("FROM by_head LIMIT 10",),
+        ("by_head", "--limit", 0),
+        ("statistics", "--limit", 1),
+    ):
+        assert note(*words) == [], words
 
 
 def test_a_ranking_has_means_errors_and_uniform_baselines(database: RunDatabase) -> None:
@@ -202,8 +233,10 @@ def test_uniform_baselines_are_one_row_per_statistic(database: RunDatabase) -> N
 def test_parameters_on_the_command_line_and_in_sql_are_the_same(path: Path) -> None:
     options = ("--limit", "3", "--format", "csv")
     out = printed("query", path, "outliers", "--statistic=entropy", "--k", "1", *options)
-    assert out == printed("query", path, "FROM outliers(statistic := 'entropy', k := 1)", *options)
-    assert out.count("\n") == 4
+    # Of a view, a note says that the limit hides runs.
+    rows, _, _ = out.partition("note: ")
+    assert rows == printed("query", path, "FROM outliers(statistic := 'entropy', k := 1)", *options)
+    assert rows.count("\n") == 4
     out = printed("query", path, "outliers", "--help")
     assert "--k WHOLE NUMBER  How many sequences of each head, at either end. (default 3)" in out
     assert "In SQL: FROM outliers(statistic := 'sink_mass', k := 3)" in out

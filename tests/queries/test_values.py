@@ -56,6 +56,41 @@ def test_a_time_that_python_does_not_have_prints_as_duckdb_writes_it(
     assert list(run_query(database.connection, query).rows()) == [(text, [text], {"a": text}, text)]
 
 
+LARGEST = str(2**128 - 1)
+TEXTS = {
+    f"{LARGEST}::UHUGEINT": LARGEST,
+    f"'{LARGEST}000'::BIGNUM": f"{LARGEST}000",
+    "'10101'::BIT": "10101",
+    "'12:34:56+05:30'::TIMETZ": "12:34:56+05:30",
+    "123::VARIANT": "123",
+}
+
+
+@pytest.mark.parametrize("sql", TEXTS)
+def test_a_value_that_arrow_has_otherwise_is_text_wherever_it_stands(
+    database: RunDatabase, sql: str
+) -> None:
+    text = TEXTS[sql]
+    query = f"""
+        SELECT 1 AS "a b", x, x AS x, [x] AS list, [x]::{{}}[1] AS array, {{'a "b': x}} AS struct,
+            MAP {{1: x}} AS map, union_value(a := x) AS union, row(x, 2) AS tuple
+        FROM (SELECT {sql} AS x)
+    """.replace("{}", sql.rpartition("::")[2])
+    ((one, *values, pair),) = run_query(database.connection, query).rows()
+    assert one == 1
+    assert values == [text, text, [text], [text], {'a "b': text}, [(1, text)], text]
+    assert [*pair.values()] == [text, 2]
+
+
+def test_types_of_other_values_stay(database: RunDatabase) -> None:
+    query = "SELECT 1::HUGEINT AS h, 'x'::ENUM('x', 'UHUGEINT') AS e, '{}'::JSON AS j, NULL AS n"
+    answer = run_query(database.connection, f"{query}, 5::UHUGEINT AS u")
+    types = list(map(str, answer.schema.types))
+    assert types[:2] == ["decimal128(38, 0)", "dictionary<values=string, indices=uint8, ordered=0>"]
+    assert types[-1] == "string"
+    assert next(iter(answer.rows()))[2:] == ("{}", None, "5")
+
+
 def printed(database: RunDatabase, answer_format: Format, query: str) -> str:
     out = io.StringIO()
     write(run_query(database.connection, query), answer_format, out)

@@ -15,6 +15,7 @@ from headcount.jobs.run.progress import WholeProgress
 from headcount.reproduce.replication import StandInText
 from headcount.reproduce.reproduce_commands import SOMETHING_SKIPPED, texts_of_replications
 from headcount.schemas.errors import RunError, ScanError
+from headcount.schemas.packages import PACKAGE
 from headcount.workers import known_models
 from headcount.workers.known_models import KnownModels
 from tests.toys import toy_models as toy
@@ -104,6 +105,34 @@ def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(folder: Path, gpt
     exit_code, output, results = reproduce("absent", "--model", gpt2)
     assert (exit_code, verdicts(results)) == (1, {"absent": "skipped"})
     assert "no file matches" in output
+
+
+def test_a_token_that_another_tokenizer_reads_otherwise_is_refused(folder: Path) -> None:
+    """A vocabulary that is large enough says nothing: the text of the token is compared."""
+    model = str(PACKAGE / "models" / "gpt2-mini")
+
+    def write(name: str, text: str) -> None:
+        fields = 'input = { family = "single_token_repeat", token = 116 }\n' + text
+        scans = SCANS.replace("[scan.longer]", f"[scan.longer]\n{fields}")
+        sizes = "n_layers = 3, n_heads = 8"
+        (folder / f"{name}.toml").write_text(replication_text(scans + CHECK % 0.5, sizes))
+
+    write("right", 'token_text = "t"')
+    write("space", 'token_text = " t"')
+    write("wrong", 'token_text = "u"')
+    exit_code, _, results = reproduce("--all", "--model", model)
+    assert exit_code == SOMETHING_SKIPPED
+    assert verdicts(results) == {"right": "pass", "space": "skipped", "wrong": "skipped"}
+    assert [result["reason"] for result in results if result["verdict"] == "skipped"] == [
+        f"gpt2-mini: its tokenizer reads 't' from token 116, and the scan 'longer' means {text}; "
+        f"--set longer.input.token={token} names a token of this tokenizer"
+        for text, token in (("' t'", "ID"), ("'u'", "117"))
+    ]
+    words = ("wrong", "--model", model, "--set", "longer.input.token=117")
+    assert reproduce(*words)[0] == 0
+    # The file of a replication cannot leave the text out.
+    write("wrong", "")
+    assert "token_text says which text that is" in reproduce("wrong", "--model", model)[1]
 
 
 def test_a_failing_figure_and_another_model_end_differently(folder: Path, gpt2: str) -> None:

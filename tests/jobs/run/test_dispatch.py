@@ -39,12 +39,14 @@ from headcount.jobs.run import dispatch
 from headcount.jobs.run.commit_log import MOST_FAILURES
 from headcount.jobs.run.loop import refuse_failures, run_to_end, tokens_of
 from headcount.jobs.run.shards import ATTEMPTS
-from headcount.jobs.upkeep.status import read_status
+from headcount.jobs.upkeep import phases
+from headcount.jobs.upkeep.status import Status, read_status
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.values import in_toml
 from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.replica import Replica
 from tests import ROOT
 from tests.tools.processes import Command, free_port, kept_endings
 from tests.tools.workers import NODE_OPTIONS, joined_cluster, start_cluster
@@ -165,6 +167,18 @@ class SelfStoppingReplica(ToyReplica):
             time.sleep(float((Path(self.scan.out) / "seconds").read_text()))
 
 
+class WaitingReplica(Replica):
+    """A replica with a model. After two batches it waits for a file `over`."""
+
+    launched = 0
+
+    def _launch(self, *arguments: Any) -> Any:
+        while self.launched == 2 and not (Path(self.scan.out) / "over").exists():
+            time.sleep(PACE)
+        self.launched += 1
+        return super()._launch(*arguments)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Ray with room for two replicas, whose processes are forks: the tests below kill a dozen."""
@@ -249,6 +263,33 @@ def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.M
     assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, SleepingReplica) == []
     assert time.monotonic() - began < 300
     assert done_shards(plan) == list(range(60))
+
+
+@needs_ray
+@pytest.mark.long
+def test_batches_of_a_shard_that_takes_long_are_in_the_status_before_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "BEAT_SECONDS", 0.2)
+    fields = {"sequences": 8, "sequences_per_shard": 8, "batch_size": 2, "out": str(tmp_path)}
+    plan = make_plan(parse_scan(IDLE_SCAN | fields), "waiting")
+    prepare_run(plan, "")
+
+    def status_in_hand() -> Status:
+        try:
+            when(lambda: read_status(plan.run).tokens_in_hand > 0)
+            return read_status(plan.run)
+        finally:
+            (tmp_path / "over").touch()
+
+    with phases.taken(), ThreadPoolExecutor(1) as thread:
+        phases.about(plan.run)
+        status = thread.submit(status_in_hand)
+        assert run_to_end(plan, Resources(1, 1, "cpu"), SILENT, WaitingReplica) == []
+    # Two batches of two sequences of 8 tokens.
+    in_hand = status.result()
+    assert (in_hand.tokens, in_hand.tokens_done, in_hand.tokens_in_hand) == (64, 0, 32)
+    assert read_status(plan.run).tokens_done == 64
 
 
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.long)])
