@@ -55,6 +55,13 @@ class LiveRule:
         self.fired += fires
         return fires
 
+    def action(self) -> Action:
+        """What the rule does this time."""
+        action = self.rule.action
+        if "cut_within" in action:
+            return {**action, "cut_at": self.random.randrange(action["cut_within"])}
+        return action
+
 
 class FaultyApplication:
     """A WSGI application that has the faults of its rules, around one that has none."""
@@ -78,8 +85,8 @@ class FaultyApplication:
         if target == CONTROL:
             return self.changed(**json.loads(body))(environ, start_response)
         with self.lock:
-            firing = (rule.rule for rule in self.live_rules if rule.fires(method, target))
-            action = next((rule.action for rule in firing), Action())
+            firing = (rule for rule in self.live_rules if rule.fires(method, target))
+            action = next((rule.action() for rule in firing), Action())
 
         time.sleep(action.get("delay", 0))
         for pid in action.get("kill", []):
