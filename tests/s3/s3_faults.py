@@ -33,7 +33,13 @@ from tests.s3.s3_server import Request as LoggedRequest
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-ERROR_CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}
+ERROR_CODES = {
+    400: "ExpiredToken",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    500: "InternalError",
+    503: "SlowDown",
+}
 
 
 class LiveRule:

@@ -152,7 +152,7 @@ def test_a_scan_of_texts_is_whole_although_answers_are_cut(
     until_done(store, tmp_path, "resume", run, main=TOY, seed=seed + 50)
     until_done(store, tmp_path, "compact", run, main=MAIN, seed=seed + 100)
     assert compare(rows_of(run), expected) == (0, 0, 0)
-    until_done(store, tmp_path, "corpus", "list", "--corpora", f"{run.parent}/corpora", seed=seed)
+    until_done(store, tmp_path, "corpus", "list", f"{run.parent}/corpora", seed=seed)
     until_done(store, tmp_path, "rm", "--yes", run, main=MAIN, seed=seed + 150)
     assert run.name not in names(run.parent)
 

@@ -34,7 +34,12 @@ from headcount.workers.model.bare_modules import (
     key_projections,
     rotary_modules,
 )
-from headcount.workers.model.files.model_files import CONFIG, read_object, weight_files
+from headcount.workers.model.files.model_files import (
+    CONFIG,
+    adapter_files,
+    read_object,
+    weight_files,
+)
 from headcount.workers.model.files.model_info import LEGACY_PLAIN, SHAPE, ModelInfo
 from headcount.workers.model.model import BootedBridge, LoadedModules, Model
 
@@ -177,6 +182,7 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
             f"({len(absent)} in all)"
         )
     if info.has_adapter:
+        check_pickles(file for file in adapter_files(Path(info.path)) if file.suffix == ".bin")
         apply_adapter(model, Path(info.path), drawn_tokens(info, 1, CHECK_TOKENS))
     # What the library knows to ignore is not among them.
     unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
@@ -219,7 +225,9 @@ def _stub_tokenizer() -> Iterator[Any]:
 
 # Pickles
 
-NOT_A_TENSOR = re.compile(r"unsupported \S+ \S*\w", re.IGNORECASE)
+NOT_A_TENSOR = re.compile(
+    r"unsupported (?:global: )?\S+ \S*\w|TorchScript archive|legacy \.tar", re.IGNORECASE
+)
 """What PyTorch says of an object in a pickle that is not read. The rest of its message advises to
 read the pickle all the same.
 """
@@ -233,16 +241,16 @@ def check_pickles(files: Iterable[Path]) -> None:
         try:
             # On this device no memory is taken for tensors.
             torch.load(file, "meta", weights_only=True)
-        except pickle.UnpicklingError as error:
+        except Exception as error:
+            # Whoever reads it says what else is wrong with it.
+            if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
+                continue
             cause = NOT_A_TENSOR.search(str(error))
             raise ModelError(
                 f"{file}: not read, as it is no pickle of tensors alone"
                 f"{f' ({cause[0]})' if cause else ''}; where you trust it, convert it to "
                 "safetensors"
             ) from None
-        except Exception:
-            # It is named as what it is by whoever reads it.
-            continue
 
 
 # TransformerLens's old layout
