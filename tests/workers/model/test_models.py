@@ -273,8 +273,7 @@ def test_code_in_weights_is_refused_and_not_run(shelf: toy.Shelf, tmp_path: Path
     # Of these PyTorch says in another way how they could be read.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        archive = torch.jit.script(torch.nn.Linear(2, 2))
-    torch.jit.save(archive, str(in_bin / "pytorch_model.bin"))
+        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), str(in_bin / "pytorch_model.bin"))
     assert problem_of(in_bin) == (
         f"{in_bin}/pytorch_model.bin: not read, as it is no pickle of tensors alone (TorchScript "
         "archive); where you trust it, convert it to safetensors"
