@@ -8,8 +8,9 @@ one of the directories of `HEADCOUNT_INPUT_ROOTS`, if that is set. Links are fol
 import os
 import stat
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from headcount.schemas.errors import ScanError, printable
 from headcount.schemas.files.places import Place, open_whole
@@ -44,7 +45,7 @@ def open_input(where: Place) -> Any:  # noqa: ANN401 (pyarrow has no types)
     return file
 
 
-def open_regular(where: Path) -> BinaryIO:
+def open_regular(where: Path) -> BufferedReader:
     """A file that is open for reading and does not show the system's state, wherever it lies."""
     # Without waiting for somebody who writes into a pipe.
     file = os.fdopen(os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -60,7 +61,7 @@ def open_regular(where: Path) -> BinaryIO:
     return file
 
 
-def _real_path(file: BinaryIO, where: Path) -> str:
+def _real_path(file: BufferedReader, where: Path) -> str:
     """Where an open file lies."""
     link = f"/proc/self/fd/{file.fileno()}"
     return os.readlink(link) if os.path.islink(link) else os.path.realpath(where)
