@@ -4,11 +4,13 @@ The registry imports every file of `formats`, and this one needs pyiceberg, so i
 """
 
 from pathlib import Path
+from typing import Any
 
 from pyarrow.fs import LocalFileSystem
+from pyiceberg.io import InputFile
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
-from headcount.schemas.places import Place, StorePath, place
+from headcount.schemas.places import Place, open_whole, place
 
 
 class HeldFiles(PyArrowFileIO):
@@ -27,9 +29,23 @@ class HeldFiles(PyArrowFileIO):
         path.parent.mkdir(parents=True, exist_ok=True)
         return PyArrowFile(location, str(path), LocalFileSystem())
 
-    def new_input(self, location: str) -> PyArrowFile:
-        """A file of a run, through the same file system as all that we read."""
-        where = place(location)
-        if isinstance(where, StorePath):
-            return PyArrowFile(location, where.key, where.filesystem)
-        return PyArrowFile(location, location, LocalFileSystem())
+    def new_input(self, location: str) -> "FileOfRun":
+        """A file of a run, opened as all that we read."""
+        return FileOfRun(location)
+
+
+class FileOfRun(InputFile):
+    """A file of a run. pyarrow would take an answer of a store that is cut for all of it."""
+
+    def open(self, seekable: bool = True) -> Any:  # noqa: ANN401 (a file of Python's or ours)
+        """The file, for reading at any place."""
+        return open_whole(place(self.location))
+
+    def exists(self) -> bool:
+        """Whether there is such a file."""
+        return place(self.location).is_file()
+
+    def __len__(self) -> int:
+        """Its bytes."""
+        with self.open() as content:
+            return content.seek(0, 2)

@@ -7,14 +7,19 @@ Fingerprints say whether the result is what they published.
 import csv
 import hashlib
 import io
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headcount.schemas.errors import CorpusError, ModelError, RunError, counted
+import pyarrow as pa
+
+from headcount.schemas.errors import CorpusError, ModelError, RunError, ScanError, counted
+from headcount.schemas.files.input_files import open_input, read_input
 from headcount.schemas.places import reason
+from headcount.workers.inputs.corpus.documents import checked_builder
 from headcount.workers.model.info.description import find_model
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 
@@ -27,6 +32,9 @@ PER_DATA_SET = 100
 
 SHORT, LONG = 40, 1024
 """Tokens of a short text, and of a long text at least."""
+
+SAVED = "state.json"
+"""What lies beside the Arrow files of a data set that `save_to_disk` has written."""
 
 SENTENCE = "It was the best of times, it was the worst of times, it was the age of wisdom."
 """The sentence of figure 5 (Dickens 1859): 21 tokens of GPT-2."""
@@ -283,8 +291,6 @@ def recipe_tokenizer(recipe: Recipe, spec: str) -> TextTokenizer:
 
 def _values(data_set: DataSet, directory: Path | None) -> list[Any] | None:
     """The values of the field that is read, in the order of the rows. None if there is no copy."""
-    from datasets import load_dataset, load_from_disk
-
     source, configuration = data_set.hub, data_set.configuration
     if directory is not None:
         names = dict.fromkeys([data_set.name, data_set.hub.rpartition("/")[2]])
@@ -295,13 +301,14 @@ def _values(data_set: DataSet, directory: Path | None) -> list[Any] | None:
         inner = copies[0] / (configuration or "")
         source, configuration = str(inner if inner.is_dir() else copies[0]), None
     try:
-        # The library `datasets` saves these two, and reads what it saved in another way.
-        if any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            saved: Any = load_from_disk(source)
-            rows = saved[data_set.split] if isinstance(saved, dict) else saved
-        else:
-            rows = load_dataset(source, configuration, split=data_set.split, streaming=True)
+        for folder in (Path(source), Path(source) / data_set.split):
+            if (folder / SAVED).is_file():
+                return _saved_values(folder, data_set.field)
+        builder = checked_builder(source, data_set.split, configuration)
+        rows = builder.as_streaming_dataset(split=data_set.split)
         return [row[data_set.field] for row in rows]
+    except ScanError:
+        raise
     except KeyError as error:
         raise CorpusError(
             f"{source}: expected the split {data_set.split} and the field {data_set.field}, and "
@@ -312,6 +319,15 @@ def _values(data_set: DataSet, directory: Path | None) -> list[Any] | None:
             f"{source}: the split {data_set.split} cannot be read ({reason(error)}); without the "
             "network, give local copies of the three data sets with --from DIR"
         ) from None
+
+
+def _saved_values(folder: Path, field: str) -> list[Any]:
+    """The values of a field of a data set that the library `datasets` has saved to a disk."""
+    values: list[Any] = []
+    for file in json.loads(read_input(folder / SAVED))["_data_files"]:
+        with open_input(folder / file["filename"]) as content:
+            values += pa.ipc.open_stream(content).read_all()[field].to_pylist()
+    return values
 
 
 # What was built

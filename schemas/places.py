@@ -73,7 +73,7 @@ PROBE_SECONDS, PROBING_SECONDS = 8.0, 20.0
 afford to.
 """
 
-READINGS = 3  # times that a store is read before it is believed that something is empty or broken
+READINGS = 6  # times that a store is read before it is believed that something is empty or broken
 
 PAGE = 1000  # names that pyarrow asks for in one request
 
@@ -81,7 +81,12 @@ REQUEST_BYTES = 4 << 20  # bytes of a request for a part of an object: each wait
 
 MARK_BYTES = 16  # that stand in the memory before a store's answer is read into it
 
-NOT_WHOLE = "the store gave no whole answer to {} requests; bring it or the network up"
+NOT_WHOLE = (
+    "the store gave no whole answer to {} requests; bring it or the network up, then run the same "
+    "command"
+)
+
+NOT_LISTED = "the store does not list what lies in it"
 
 OpenFile: TypeAlias = BufferedReader
 """A file that is open for reading; pyarrow's buffers have its methods, but no types."""
@@ -584,6 +589,17 @@ def _listing(directory: StorePath, recursive: bool = False) -> list[pafs.FileInf
     return directory.filesystem.get_file_info(selector)
 
 
+def delete_directory(directory: StorePath) -> None:
+    """Delete a directory of a store and all that is below it; nothing happens if there is none."""
+    for _ in range(READINGS):
+        # It deletes what it lists, which a cut answer makes fewer.
+        with suppress(FileNotFoundError):
+            directory.filesystem.delete_dir(directory.key)
+        if not listed(directory):
+            return
+    raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(directory))
+
+
 def changed(file: Place) -> float | None:
     """When a file was changed, in seconds since 1970 by the clock here; None if there is none.
 
@@ -619,8 +635,19 @@ def _seconds_ahead(file: Place) -> float:
 
 
 def _date_of(address: str) -> float | None:
-    """The time in the answer of a store, of which any will do."""
+    """The time that two answers of a store agree on: one that is cut has none, or any."""
     url = address if "://" in address else f"http://{address}"
+    before: float | None = None
+    for _ in range(READINGS):
+        date = _date_in_answer(url)
+        if date is not None and before is not None and 0 <= date - before <= PROBE_SECONDS:
+            return date
+        before = date
+    return None
+
+
+def _date_in_answer(url: str) -> float | None:
+    """The time in an answer of a store, of which any will do."""
     try:
         with urlopen(Request(url, method="HEAD"), timeout=PROBE_SECONDS) as answer:
             date = answer.headers["Date"]
@@ -637,8 +664,11 @@ def is_directory(where: Place) -> bool:
     """Whether there is a directory at a path, or objects under an address."""
     if isinstance(where, Path):
         return where.is_dir()
-    # A store may keep a marker of a directory in which nothing lies.
-    kind = where.filesystem.get_file_info(where.key).type
+    try:
+        # A store may keep a marker of a directory in which nothing lies.
+        kind = where.filesystem.get_file_info(where.key).type
+    except OSError as error:
+        raise unread(where, error) from None
     if kind is pafs.FileType.NotFound:
         return bool(listed(where))  # Unless the answer was cut.
     return kind is pafs.FileType.Directory
@@ -719,16 +749,24 @@ def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
 
 
 def _all_below(directory: StorePath) -> list[pafs.FileInfo]:
-    """Everything below a directory of a store, as two listings say it."""
-    before = -1
+    """Everything below a directory of a store, as two listings say it; nothing if it is not there.
+
+    A bucket has no directory above, so all listings must say that nothing is there.
+    """
+    before, is_there = -1, None
     for _ in range(READINGS):
         try:
             infos = _listing(directory, recursive=True)
         except FileNotFoundError:
-            infos = []
-        if len(infos) == before:
+            # There is none, or the answer was cut.
+            infos, is_there = [], _is_listed_above(directory)
+            if is_there is False:
+                return []
+        if infos and len(infos) == before:
             return infos
-        before = len(infos)
+        before = max(before, len(infos))
+    if before == 0 and is_there is None:
+        return []
     raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(directory))
 
 
@@ -740,6 +778,26 @@ def unread(where: Place, error: BaseException) -> RunError:
 
 SILENCE = re.compile(r"AWS Error NETWORK_CONNECTION during \w+ operation: ([^;]*).*")
 """What is said of a request that a store did not answer, however often it was repeated."""
+
+
+DENIAL = re.compile(
+    r"(?:key '(?P<key>[^']*)' in )?(?:bucket '(?P<bucket>[^']*)': )?"
+    r"AWS Error (?:ACCESS_DENIED|\w+_ID|SIGNATURE_DOES_NOT_MATCH|REQUEST_EXPIRED"
+    r"|UNKNOWN \(HTTP status 40[013]\)) during "
+    r"(?P<operation>\w+)"
+)
+"""What is said of a request that a store denies. An answer to HEAD has no body that says why; the
+status of credentials that have ended is 400.
+"""
+
+PERMISSIONS = {
+    "HeadObject": "s3:GetObject and s3:ListBucket",  # without it a missing object is denied, too
+    "GetObject": "s3:GetObject",
+    "ListObjectsV2": "s3:ListBucket",
+    "DeleteObject": "s3:DeleteObject",
+    "DeleteObjects": "s3:DeleteObject",
+}
+"""What a request needs; those that are not here write."""
 
 
 def store_error(error: OSError) -> type[WriteError]:
@@ -755,4 +813,11 @@ def reason(error: BaseException) -> str:
             f"the store gave no whole answer to {ATTEMPTS + 1} requests, bring it or the network up"
         )
         text = f"{what}: {text[: silence.start()]}{silence[1]}"
+    elif denial := DENIAL.search(text):
+        permission = PERMISSIONS.get(denial["operation"], "s3:PutObject")
+        place_denied = "/".join(filter(None, (denial["bucket"], denial["key"])))
+        text = (
+            "the store denies it: renew the credentials if they have ended, or allow them "
+            f"{permission}{f' on {place_denied}' if place_denied else ''}"
+        )
     return text if len(text) <= 240 else f"{text[:239]}…"

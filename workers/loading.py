@@ -27,7 +27,7 @@ from headcount.workers.model.bare_modules import (
     find_modules,
     fuse_gelu,
 )
-from headcount.workers.model.info.model_files import weight_files
+from headcount.workers.model.info.model_files import adapter_files, weight_files
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import LoadedModules, Model
 from headcount.workers.model.pickles import check_pickles
@@ -110,6 +110,7 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
             f"({len(absent)} in all)"
         )
     if info.has_adapter:
+        check_pickles(file for file in adapter_files(Path(info.path)) if file.suffix == ".bin")
         apply_adapter(model, Path(info.path), drawn_tokens(info, 1, CHECK_TOKENS))
     # What the library knows to ignore is not among them.
     unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))

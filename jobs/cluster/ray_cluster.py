@@ -99,6 +99,8 @@ def connect(resources: Resources) -> Resources:
                 "RAY_AUTH_TOKEN, or its file into RAY_AUTH_TOKEN_PATH"
             ) from None
         except Exception as error:  # Ray raises a plain `Exception` if its processes do not start.
+            if problem := version_problem(error):
+                raise RunError(f"{address}: {problem}") from None
             # If a token is missing, Ray says only that it found no cluster.
             has_token = bool(os.environ.get("RAY_AUTH_MODE"))
             hint = "" if has_token else "; if it wants a token: RAY_AUTH_MODE=token"
@@ -112,6 +114,26 @@ def connect(resources: Resources) -> Resources:
         gpus = ray.cluster_resources().get("GPU", 0)
         device = "cuda" if gpus >= resources.replicas else "cpu"
     return replace(resources, cores=cores, device=device)
+
+
+def version_problem(error: Exception) -> str | None:
+    """How the versions of a cluster differ from those here, and what to do; None if they do not."""
+    pairs = re.findall(r"Ray: (\S+)\s+Python: (\S+)", str(error))
+    if len(pairs) != 2:
+        return None
+    (cluster_ray, cluster_python), (own_ray, own_python) = pairs
+    submitted = "or headcount submit --address http://HOST:8265, whose driver runs on the cluster"
+    if cluster_ray.split(".")[:2] != own_ray.split(".")[:2]:
+        # A submitted job would have the cluster's Ray, too.
+        advice = f'pip install "ray[default]=={own_ray}" on the cluster\'s machines, start it again'
+    elif cluster_ray != own_ray:
+        advice = f'pip install "ray[default]=={cluster_ray}" here, {submitted}'
+    else:
+        advice = f"run it with Python {cluster_python} here, {submitted}"
+    return (
+        f"the cluster runs Ray {cluster_ray} with Python {cluster_python}, this machine Ray "
+        f"{own_ray} with Python {own_python}; {advice}"
+    )
 
 
 def _start(cores: int) -> None:

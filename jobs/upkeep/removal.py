@@ -4,7 +4,6 @@ The manifest goes first, then the commit log, then the rows. If the process is k
 what is left has no manifest, so no reader takes it for a run.
 """
 
-import errno
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,12 +14,10 @@ from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import (
-    NOT_WHOLE,
-    READINGS,
     Place,
     absolute,
+    delete_directory,
     is_directory,
-    listed,
     names,
     reason,
     settle,
@@ -102,9 +99,4 @@ def _delete(path: Place) -> None:
     elif isinstance(path, Path):
         shutil.rmtree(path)
     else:
-        for _ in range(READINGS):
-            path.filesystem.delete_dir(path.key)
-            # It deletes what it lists, which a cut answer makes fewer.
-            if not listed(path):
-                return
-        raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(path))
+        delete_directory(path)

@@ -37,6 +37,7 @@ from headcount.schemas.files.commit import COMMITS, FILES, Commit
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.places import (
+    NOT_LISTED,
     READINGS,
     Place,
     StorePath,
@@ -128,7 +129,7 @@ def _check_listed(directory: Place) -> None:
     if isinstance(directory, StorePath):
         manifest = directory.parent / "manifest.json"
         if manifest.is_file() and manifest.name not in names(directory.parent):
-            raise unread(directory, OSError("the store does not list what lies in it"))
+            raise unread(directory, OSError(NOT_LISTED))
 
 
 def any_commit(directory: Place, run_id: str) -> Commit | None:

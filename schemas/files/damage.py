@@ -25,6 +25,7 @@ from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.kinds import OF_MERGED, TABLES, columns_of
 from headcount.schemas.places import (
+    NOT_LISTED,
     OpenFile,
     Place,
     StorePath,
@@ -43,6 +44,8 @@ DATA_FILE = r"(shard|merged)-[\w-]+\.parquet"
 BY_SIZE = ["files.path", "files.bytes"]  # what `files_damaged_by_size` reads
 
 BY_CONTENT = ["stop", "files"]  # columns of a commit log that `examined_files` reads
+
+LOOKED_FOR = 16  # objects that a listing lacks, of which the store is asked one by one
 
 ROUNDING = 0.01  # share of a bound by which a value may pass it: bfloat16's is 0.4 %
 
@@ -152,7 +155,13 @@ def _actual_sizes(
     listed = pa.table(dict(zip(("name", "size"), _names_and_sizes(directory), strict=True)))
     places = pc.index_in(wanted, listed["name"])
     if isinstance(directory, StorePath):
-        return pc.fill_null(listed["size"].take(places), GONE).to_numpy()
+        found = pc.fill_null(listed["size"].take(places), GONE).to_numpy()
+        gone = np.flatnonzero(found == GONE)
+        # A listing that was cut lacks objects that are there, so some are looked for by their name.
+        for i in gone[:: max(1, len(gone) // LOOKED_FOR)].tolist():
+            if (directory / wanted[i].as_py()).is_file():
+                raise unread(directory, OSError(NOT_LISTED))
+        return found
     return np.where(places.is_valid().to_numpy(), committed.to_numpy(), GONE)
 
 

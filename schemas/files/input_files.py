@@ -7,8 +7,8 @@ one of the directories of `HEADCOUNT_INPUT_ROOTS`, if that is set. Links are fol
 
 import os
 import stat
-from contextlib import suppress
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,35 @@ def open_input(where: Place) -> Any:  # noqa: ANN401 (pyarrow has no types)
     """An input that is open for reading. What was opened is checked, so no link can be swapped."""
     if not isinstance(where, Path):
         return open_whole(where)
-    # Without waiting for somebody who writes into a pipe.
-    descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = open_regular(where)
     try:
-        status = os.fstat(descriptor)
+        _check_roots(str(where), _real_path(file, where))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def open_regular(where: Path) -> BufferedReader:
+    """A file that is open for reading and does not show the system's state, wherever it lies."""
+    # Without waiting for somebody who writes into a pipe.
+    file = os.fdopen(os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        status = os.fstat(file.fileno())
         check_regular(str(where), status.st_mode)
-        link = f"/proc/self/fd/{descriptor}"
-        real_path = os.readlink(link) if os.path.islink(link) else os.path.realpath(where)
-        check_real_path(str(where), real_path)
+        _check_system(str(where), _real_path(file, where))
         if status.st_dev in _system_devices():
             raise _refused(str(where), "a file system that shows the system's own state")
-        return os.fdopen(descriptor, "rb")
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
+    return file
+
+
+def _real_path(file: BufferedReader, where: Path) -> str:
+    """Where an open file lies."""
+    link = f"/proc/self/fd/{file.fileno()}"
+    return os.readlink(link) if os.path.islink(link) else os.path.realpath(where)
 
 
 def read_input(where: Place) -> bytes:
@@ -66,20 +81,31 @@ def check_regular(path: str, mode: int) -> None:
 
 
 def check_input_directory(directory: Path) -> None:
-    """Refuse a directory of inputs, such as a model's, by where it and its files really lie."""
+    """Refuse a directory of inputs, such as a model's, by where all that is in it really lies."""
     check_real_path(str(directory), os.path.realpath(directory))
-    # Whoever reads a directory that does not list its files says so.
-    with suppress(OSError):
-        for name in os.listdir(directory):
-            path = os.path.join(directory, name)
-            check_real_path(path, os.path.realpath(path))
+    # What is no link lies where its directory does. Directories behind links may be whole disks, so
+    # nothing is looked for there.
+    for folder, folders, files in os.walk(directory):
+        for path in (os.path.join(folder, name) for name in (*folders, *files)):
+            if os.path.islink(path):
+                check_real_path(path, os.path.realpath(path))
 
 
 def check_real_path(path: str, real_path: str) -> None:
     """Refuse an input by where it really lies."""
+    _check_system(path, real_path)
+    _check_roots(path, real_path)
+
+
+def _check_system(path: str, real_path: str) -> None:
+    """Refuse what shows the system's own state."""
     for system in SYSTEM:
         if _is_in(real_path, system):
             raise _refused(path, system)
+
+
+def _check_roots(path: str, real_path: str) -> None:
+    """Refuse what lies outside of the directories of `ROOTS`."""
     roots = [root for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
     if not roots or any(_is_in(real_path, os.path.realpath(root)) for root in roots):
         return

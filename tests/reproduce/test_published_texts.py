@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from headcount.reproduce.published_texts import (
     short_texts,
 )
 from headcount.schemas.errors import CorpusError, ModelError, RunError
+from headcount.schemas.files.input_files import ROOTS
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.toys import published
@@ -126,6 +128,36 @@ def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path
     assert isinstance(error, RunError)
     assert "the texts of sst2 are not those of the source, and nothing was written" in str(error)
     assert not file.exists()
+
+
+def test_copies_are_read_as_the_input_of_a_scan_is(
+    copies: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--from", tmp_path, "--tokenizer", tokenizer, "-o", tmp_path / "texts.csv"]
+    (tmp_path / "sst2").mkdir()
+    inside, saved = tmp_path / "sst2" / "train.csv", tmp_path / "sst2" / "state.json"
+    card = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
+    inside.symlink_to("/proc/self/environ")
+    _, error = run_texts("sink_circuit", *options)
+    assert "lies in /proc" in str(error)
+    inside.rename(tmp_path / "link.csv")
+    (tmp_path / "sst2" / "README.md").write_text(card.format(tmp_path / "link.csv"))
+    _, error = run_texts("sink_circuit", *options)
+    assert "lies in /proc" in str(error)
+    saved.write_text('{"_data_files": [{"filename": "../../../../../../proc/self/environ"}]}')
+    _, error = run_texts("sink_circuit", *options)
+    assert "lies in /proc" in str(error)
+    saved.unlink()
+    saved.symlink_to("/proc/self/environ")
+    _, error = run_texts("sink_circuit", *options)
+    assert "lies in /proc" in str(error)
+    monkeypatch.setenv(ROOTS, f"{tmp_path}:{tokenizer}")
+    for name in ("sst2", "gsm8k", "openai_humaneval"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        (tmp_path / name).symlink_to(copies / name)
+        _, error = run_texts("sink_circuit", *options)
+        assert "lies outside of the directories" in str(error)
+        (tmp_path / name).unlink()
 
 
 @pytest.mark.long

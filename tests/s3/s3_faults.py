@@ -33,7 +33,13 @@ from tests.s3.s3_server import Request as LoggedRequest
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-ERROR_CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}
+ERROR_CODES = {
+    400: "ExpiredToken",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    500: "InternalError",
+    503: "SlowDown",
+}
 
 
 class LiveRule:
@@ -54,6 +60,13 @@ class LiveRule:
         fires = rule.probability >= 1 or self.random.random() < rule.probability
         self.fired += fires
         return fires
+
+    def action(self) -> Action:
+        """What the rule does this time."""
+        action = self.rule.action
+        if "cut_within" in action:
+            return {**action, "cut_at": self.random.randrange(action["cut_within"])}
+        return action
 
 
 class FaultyApplication:
@@ -78,8 +91,8 @@ class FaultyApplication:
         if target == CONTROL:
             return self.changed(**json.loads(body))(environ, start_response)
         with self.lock:
-            firing = (rule.rule for rule in self.live_rules if rule.fires(method, target))
-            action = next((rule.action for rule in firing), Action())
+            firing = (rule for rule in self.live_rules if rule.fires(method, target))
+            action = next((rule.action() for rule in firing), Action())
 
         time.sleep(action.get("delay", 0))
         for pid in action.get("kill", []):

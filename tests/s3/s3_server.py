@@ -40,6 +40,8 @@ class Action(TypedDict, total=False):
     """Close the connection after this many bytes of the answer's body."""
     cut_at: int
     """Close the connection after this many bytes of the answer, which begins with its headers."""
+    cut_within: int
+    """The same after a number of bytes that is drawn below this one."""
     body: str
     """Answer with this in place of the object or the listing."""
     stale: float

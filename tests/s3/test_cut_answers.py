@@ -29,6 +29,9 @@ SAMPLE = (20, 100, 200, 260, 320)
 
 SWEEP = range(420)
 
+SWEEP_OF_ROWS = range(0, 420, 11)
+"""Fewer, because each takes a query and a check. Lines of headers have other lengths."""
+
 READS = {
     "HEAD of commits": ("/commits/shard-", "HEAD"),
     "GET of commits": ("/commits/shard-", "GET"),
@@ -152,7 +155,7 @@ def test_an_answer_that_is_cut_at_any_byte_costs_nothing(
 ):
     directory = RunDirectory(run)
     whole = expected_rows(store, run)
-    for at in SWEEP:
+    for at in SWEEP_OF_ROWS if where.endswith("rows") else SWEEP:
         cut(store, where, at, count=1)
         assert len(directory.commit_log()) == SHARDS
         if where.endswith("rows"):

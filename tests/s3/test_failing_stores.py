@@ -18,11 +18,14 @@ from headcount.jobs.corpus.preparation import CorpusWork, corpora_of, prepare_on
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.upkeep.merged_files import Group, merge_group
+from headcount.jobs.upkeep.removal import check_removable
 from headcount.schemas import places
-from headcount.schemas.errors import RunError, SilentStoreError, StoreError
+from headcount.schemas.errors import RunError, SilentStoreError, StoreError, WriteError
 from headcount.schemas.files.commit import COMMITS
+from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.places import StorePath, names, place, write_whole
 from headcount.schemas.scans.scan import parse_scan
+from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.preparation import is_whole
 from headcount.workers.model.info.description import describe, find_model
@@ -177,6 +180,30 @@ def test_stale_listings_double_nothing(store: S3Server, tmp_path: Path) -> None:
     assert puts(store, "/heads/") == SHARDS
     store.set_rules()
     assert_rows_are_there_once(plan, tmp_path)
+
+
+@pytest.mark.parametrize("status", [400, 403])
+def test_credentials_that_have_ended_are_said_with_what_to_do(
+    store: S3Server, tmp_path: Path, status: int
+) -> None:
+    file = place("s3://bucket/runs/run_id=a-1/manifest.json")
+    write_whole(file, b"{}")
+    denied = (
+        "(the store denies it: renew the credentials if they have ended, or allow them s3:{} on "
+        "bucket/runs/{})"
+    )
+    run = RunDirectory(file.parent)
+    get = denied.format("GetObject and s3:ListBucket", "run_id=a-1/manifest.json")
+    bucket, put = denied.format("ListBucket", ""), denied.format("PutObject", "run_id=a-1/new")
+    store.set_rules(Rule({"status": status}, "/bucket", count=None))
+    assert refused(StoreError, run.manifest) == f"{file}: cannot be read {get}"
+    assert refused(StoreError, find_runs, run.path.parent).endswith(get.replace("run_id=a-1/", ""))
+    assert (
+        refused(StoreError, names, run.path.parent) == f"{run.path.parent}: cannot be read {bucket}"
+    )
+    told = refused(WriteError, write_new, run.path / "new", b"1")
+    assert told.startswith(f"{run.path / 'new'}: cannot be written {put}")
+    assert "the store denies it" in refused(StoreError, check_removable, str(run.path))
 
 
 def test_a_command_that_waits_for_a_store_ends_at_an_interrupt(

@@ -262,7 +262,7 @@ def test_a_store_that_falters_loses_nothing(store: S3Server):
 def test_a_store_that_refuses_is_one_clear_line(store: S3Server):
     plan = plan_of("s3://bucket/refused")
     store.set_rules(Rule({"status": 403}, method="PUT", count=None))
-    message = r"heads/.*shard-000000-\w{8}\.parquet: cannot be written .*ACCESS_DENIED"
+    message = r"heads/.*shard-000000-\w{8}\.parquet: cannot be written .*allow them s3:PutObject on"
     with pytest.raises(RunError, match=message):
         measure(plan)
     store.set_rules(Rule({"status": 403}, count=None))
@@ -355,7 +355,7 @@ def test_credentials_that_expire_half_way_cost_a_handful_of_shards(store: S3Serv
         run_to_end(plan, Resources(replicas, 1, "cpu"), SILENT, replica_class=ToyReplica)
     assert re.fullmatch(
         rf"{plan.run.run_id}: stopped, because {MOST_UNWRITTEN} shards in a row could not be "
-        rf"written, the last with: {plan.run.path}/.*ACCESS_DENIED.*"
+        rf"written, the last with: {plan.run.path}/.*allow them s3:.*"
         "mend the access or the store, then run the same command",
         str(stop.value),
         re.DOTALL,

@@ -9,7 +9,9 @@ import torch
 
 from headcount.schemas.errors import ModelError
 
-NOT_A_TENSOR = re.compile(r"unsupported \S+ \S*\w", re.IGNORECASE)
+NOT_A_TENSOR = re.compile(
+    r"unsupported (?:global: )?\S+ \S*\w|TorchScript archive|legacy \.tar", re.IGNORECASE
+)
 """What PyTorch says of an object in a pickle that is not read. The rest of its message advises to
 read the pickle all the same.
 """
@@ -23,13 +25,13 @@ def check_pickles(files: Iterable[Path]) -> None:
         try:
             # On this device no memory is taken for tensors.
             torch.load(file, "meta", weights_only=True)
-        except pickle.UnpicklingError as error:
+        except Exception as error:
+            # Whoever reads it says what else is wrong with it.
+            if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
+                continue
             cause = NOT_A_TENSOR.search(str(error))
             raise ModelError(
                 f"{file}: not read, as it is no pickle of tensors alone"
                 f"{f' ({cause[0]})' if cause else ''}; where you trust it, convert it to "
                 "safetensors"
             ) from None
-        except Exception:
-            # It is named as what it is by whoever reads it.
-            continue

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from ray._private.node import Node
+from ray._private.utils import check_version_info, compute_version_info
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
@@ -32,6 +33,7 @@ from headcount.jobs.cluster.ray_cluster import (
     HEAD_SECONDS,
     RECONNECT,
     Resources,
+    version_problem,
 )
 from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
@@ -365,6 +367,28 @@ def test_the_tokens_of_shards_know_that_the_last_is_short(tmp_path: Path) -> Non
     tokens = [tokens_of(plan, np.array(shards, int)) for shards in chosen]
     assert tokens == [0, 32, 16, 48]
     assert tokens_of(plan, np.arange(3)) == plan.tokens == 80
+
+
+def test_a_cluster_of_other_versions_is_refused_with_what_to_do() -> None:
+    own_ray, own_python = compute_version_info()
+    minor, _, patch = own_ray.rpartition(".")
+    submit = ", or headcount submit --address http://HOST:8265, whose driver runs on the cluster"
+    needs = f'pip install "ray[default]=={own_ray}" on the cluster\'s machines, start it again'
+    near = f"{minor}.{int(patch) + 1}"
+    for versions, advice in {
+        ("2.9.3", own_python): needs,
+        ("2.9.3", "3.9.1"): needs,
+        (near, own_python): f'pip install "ray[default]=={near}" here{submit}',
+        (own_ray, "3.9.1"): f"run it with Python 3.9.1 here{submit}",
+    }.items():
+        cluster = dict(zip(("ray_version", "python_version"), versions, strict=True))
+        with pytest.raises(RuntimeError) as mismatch:
+            check_version_info(cluster, "a node")
+        assert version_problem(mismatch.value) == (
+            f"the cluster runs Ray {versions[0]} with Python {versions[1]}, this machine Ray "
+            f"{own_ray} with Python {own_python}; {advice}"
+        )
+    assert version_problem(RuntimeError("no such cluster")) is None
 
 
 @contextlib.contextmanager

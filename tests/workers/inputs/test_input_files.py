@@ -2,8 +2,10 @@
 
 import bz2
 import gzip
+import json
 import lzma
 import os
+import shutil
 import socket
 import unicodedata
 from functools import partial
@@ -18,13 +20,13 @@ import zstandard
 
 from headcount.jobs.corpus.preparation import special_tokens_line
 from headcount.reproduce.replication import Replication, read_toml
-from headcount.schemas.errors import CorpusError, HeadcountError, ScanError
+from headcount.schemas.errors import CorpusError, HeadcountError, ModelError, ScanError
 from headcount.schemas.files.beginnings import LFS_POINTER
 from headcount.schemas.files.input_files import ROOTS, open_input
-from headcount.workers.inputs.corpus.documents import Source, open_hub
+from headcount.workers.inputs.corpus.documents import Source, checked_builder, open_hub
 from headcount.workers.inputs.corpus.text_files import read_text
-from headcount.workers.model.info.description import find_model
-from headcount.workers.model.info.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.text_tokenizer import TextTokenizer, load_tokenizer
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import (
@@ -292,6 +294,7 @@ def test_files_that_show_the_system_are_no_input(tmp_path: Path, monkeypatch: py
     told += [no_input(open_hub, str(tmp_path / name), "train") for name in ("set", "card", "url")]
     told += [no_input(read_text, "/proc/self/environ")]
     told += [no_input(find_model, str(tmp_path / "model")), no_input(find_model, "/proc/self")]
+    told += [no_input(checked_builder, str(tmp_path / "card"), "test", "default")]
     for line in told:
         assert "a secret" not in line
         assert "lies in /" in line or line == "/dev/null: is a device; expected a file", line
@@ -306,6 +309,57 @@ def test_an_input_that_becomes_a_link_is_refused_when_it_is_read(tmp_path: Path)
     # A pipe to which nobody writes keeps nobody waiting.
     os.mkfifo(tmp_path / "pipe")
     assert no_input(open_input, tmp_path / "pipe").endswith("pipe: is a pipe; expected a file")
+
+
+@pytest.mark.parametrize(
+    "link", ["templates/a.jinja", "deep/er/model.safetensors", "folder/inside"]
+)
+def test_a_link_anywhere_in_the_directory_of_a_model_is_refused(tmp_path: Path, link: str):
+    byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)) == tmp_path
+    (tmp_path / link).parent.mkdir(parents=True)
+    (tmp_path / link).symlink_to("/proc/self" if link == "folder/inside" else "/proc/self/environ")
+    assert no_input(find_model, str(tmp_path)).startswith(f"{tmp_path / link}: lies in /proc")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+)
+def test_a_file_of_a_model_that_becomes_a_link_is_refused_when_it_is_read(
+    tmp_path: Path, name: str
+):
+    directory = tmp_path / "model"
+    shutil.copytree(find_model("bundled:llama-mini"), directory)
+    path = find_model(str(directory))
+    assert describe(path).path == str(directory)
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to("/proc/self/environ")
+    assert no_input(describe, path).startswith(f"{path / name}: lies in /proc")
+
+
+def word_tokenizer(directory: Path, **settings: str) -> Path:
+    """A tokenizer of words that has no tokenizer.json."""
+    words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "a"]
+    (directory / "vocab.txt").write_text("\n".join(words))
+    fields = {"tokenizer_class": "BertTokenizer", **settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def test_a_tokenizer_is_read_from_no_files_that_its_settings_name(tmp_path: Path):
+    secret = write(tmp_path / "secret.txt", b"[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\na secret\n")
+    plain = load_tokenizer(word_tokenizer(tmp_path)).get_vocab()
+    assert plain["a"] == 5
+    for field in ("vocab_file", "tokenizer_file", "spm_file"):
+        assert load_tokenizer(word_tokenizer(tmp_path, **{field: str(secret)})).get_vocab() == plain
+    for field in ("vocab", "merges"):
+        told = refused(ModelError, load_tokenizer, word_tokenizer(tmp_path, **{field: str(secret)}))
+        assert told.startswith(f"{tmp_path}/tokenizer_config.json: {field} names a file, ")
+    word_tokenizer(tmp_path)
+    (tmp_path / "vocab.txt").unlink()
+    (tmp_path / "vocab.txt").symlink_to("/proc/self/environ")
+    assert "lies in /proc" in no_input(load_tokenizer, tmp_path)
 
 
 def test_inputs_lie_in_the_directories_that_a_variable_names(

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -269,6 +270,15 @@ def test_code_in_weights_is_refused_and_not_run(shelf: toy.Shelf, tmp_path: Path
             "posix.mkdir); where you trust it, convert it to safetensors"
         )
         assert not made.exists()
+    # Of an archive PyTorch gives its advice in another error.
+    file = in_bin / "pytorch_model.bin"
+    with tarfile.open(file, "w") as archive:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            archive.addfile(tarfile.TarInfo(name))
+    assert problem_of(in_bin) == (
+        f"{file}: not read, as it is no pickle of tensors alone (legacy .tar); where you trust it, "
+        "convert it to safetensors"
+    )
 
 
 # Tokenizers

@@ -551,13 +551,13 @@ def _read_hub(source: Source, reading: Reading) -> Iterator[object]:
 def open_hub(name: str, split: str) -> Any:  # noqa: ANN401 (datasets has few types)
     """A Hub data set (or a local directory of one) as a stream of rows: an `IterableDataset`."""
     with _refusing_to_open(name, split):
-        return _builder(name, split).as_streaming_dataset(split=split)
+        return checked_builder(name, split).as_streaming_dataset(split=split)
 
 
 def hub_version(name: str, split: str) -> str:
     """What identifies a data set unread: how it is read, and its commit or its files' times."""
     with _refusing_to_open(name, split):
-        builder = _builder(name, split)
+        builder = checked_builder(name, split)
     files = {
         str(split_name): [list(files), [list(origin) for origin in files.origin_metadata]]
         for split_name, files in (builder.config.data_files or {}).items()
@@ -566,7 +566,7 @@ def hub_version(name: str, split: str) -> str:
     return hashlib.sha256(version.encode()).hexdigest()[:16]
 
 
-def _builder(name: str, split: str) -> Any:  # noqa: ANN401 (datasets has few types)
+def checked_builder(name: str, split: str, configuration: str | None = None) -> Any:  # noqa: ANN401 (datasets has few types)
     """What reads a data set. Its card may name any file, so each of them is checked."""
     if os.path.exists(name):
         check_real_path(name, os.path.realpath(name))
@@ -578,7 +578,7 @@ def _builder(name: str, split: str) -> Any:  # noqa: ANN401 (datasets has few ty
             )
     from datasets import load_dataset_builder
 
-    builder: Any = load_dataset_builder(name)
+    builder: Any = load_dataset_builder(name, configuration)
     for files in (builder.config.data_files or {}).values():
         for file in files:
             _check_data_file(str(file))

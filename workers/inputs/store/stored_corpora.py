@@ -13,7 +13,14 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.schemas.errors import CorpusError, RunError, printable, unknown
-from headcount.schemas.places import Place, listed, names, reason, stats
+from headcount.schemas.places import (
+    Place,
+    delete_directory,
+    listed,
+    names,
+    reason,
+    stats,
+)
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.store.preparation import is_whole
 from headcount.workers.inputs.store.token_store import (
@@ -179,7 +186,7 @@ def remove_corpus(folder: Place) -> None:
         if isinstance(folder, Path):
             shutil.rmtree(folder)
         else:
-            folder.filesystem.delete_dir(folder.key)
+            delete_directory(folder)
     except OSError as error:
         raise RunError(
             f"{folder}: cannot be deleted whole ({reason(error)}); mend that, and the same command "

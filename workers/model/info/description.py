@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headcount.schemas.errors import ModelError, unknown
-from headcount.schemas.files.input_files import check_input_directory
+from headcount.schemas.files.input_files import check_input_directory, check_real_path
 from headcount.schemas.places import reason
 from headcount.workers.model.info.bundled_models import BUNDLED, BUNDLED_MODELS
 from headcount.workers.model.info.model_files import (
@@ -74,11 +74,15 @@ def local_directory(spec: str, revision: str | None = None) -> Path | None:
         name = spec.removeprefix("bundled:")
         directory = BUNDLED_MODELS / name
         is_inside = ".." not in directory.parts and not os.path.isabs(name)
-        if not is_inside or not (directory / "config.json").is_file():
+        if not is_inside or not (directory / CONFIG).is_file():
             raise ModelError(f"model: {unknown('bundled model', name, BUNDLED)}")
         return directory
     if local.is_dir():
-        check_input_directory(local)
+        if (local / CONFIG).exists():
+            check_input_directory(local)
+        else:
+            # Perhaps the directory of many checkpoints, of which each is looked at by itself.
+            check_real_path(spec, os.path.realpath(local))
         return local
     # A name on the Hub is OWNER/NAME, so this was meant as a path.
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1:

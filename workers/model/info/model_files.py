@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.beginnings import BYTES, LFS_POINTER, form_of
+from headcount.schemas.files.input_files import open_regular
 
 AdapterChoice = Literal["refuse", "apply", "ignore"]
 """What a scan says of an adapter that lies beside full weights."""
@@ -39,18 +40,30 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 def check_no_pointer(file: Path) -> None:
     """Refuse a file that Git LFS has not fetched."""
-    with file.open("rb") as stream:
-        if form_of(stream.read(BYTES)) == "Git LFS":
-            raise ModelError(f"{file}: {LFS_POINTER}")
+    with open_regular(file) as stream:
+        _check_beginning(file, stream.read(BYTES))
+
+
+def _check_beginning(file: Path, content: bytes) -> None:
+    if form_of(content[:BYTES]) == "Git LFS":
+        raise ModelError(f"{file}: {LFS_POINTER}")
+
+
+def read_file(file: Path) -> bytes:
+    """The content of a small file of a model."""
+    try:
+        with open_regular(file) as stream:
+            content = stream.read()
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
+    _check_beginning(file, content)
+    return content
 
 
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
-        check_no_pointer(file)
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
+        content = json.loads(read_file(file).decode())
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -219,5 +232,5 @@ def sha256_of(digests: Mapping[str, bytes]) -> str:
 @cache
 def _digest(file: Path, _size: int, _changed: int) -> bytes:
     """SHA-256 of a file, which is read again only if it has changed: weights may have gigabytes."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").digest()

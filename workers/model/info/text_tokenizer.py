@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.info.model_files import check_no_pointer
+from headcount.workers.model.info.model_files import (
+    CONFIG,
+    check_no_pointer,
+    read_file,
+    read_object,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,8 +28,13 @@ PADDING_SHARE = 0.1  # share of a large model's tokens that may be padding; Deep
 VOCABULARIES = ("vocab.json", "tokenizer.model", "vocab.txt", "spiece.model")
 """Files of vocabularies. A tokenizer without a tokenizer.json has one of them."""
 
-DETAILS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+SETTINGS = "tokenizer_config.json"
+
+DETAILS = ("merges.txt", SETTINGS, "special_tokens_map.json", "added_tokens.json")
 """Files that say the rest of a tokenizer without a tokenizer.json."""
+
+VOCABULARY_FIELDS = ("vocab", "merges")
+"""Fields of `SETTINGS` of which transformers takes a text for the name of a file anywhere."""
 
 CUTS = ("truncation", "padding")  # parts of a tokenizer.json on cutting and padding texts
 
@@ -83,12 +94,12 @@ class TextTokenizer:
         tokenizer_json = self._path / "tokenizer.json"
         if tokenizer_json.is_file():
             # Parsed, so that another layout of the same JSON is the same tokenizer.
-            said = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+            said = read_object(tokenizer_json)
             definition = {key: value for key, value in said.items() if key not in CUTS}
         else:
             files = [self._path / name for name in (*VOCABULARIES, *DETAILS)]
             definition = {
-                file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+                file.name: hashlib.sha256(read_file(file)).hexdigest()
                 for file in files
                 if file.is_file()
             }
@@ -184,7 +195,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     check_tokenizer_files(path)
     if (path / "tokenizer.json").is_file():
         try:
-            return Tokenizer.from_file(str(path / "tokenizer.json"))
+            return Tokenizer.from_buffer(read_file(path / "tokenizer.json"))
         except Exception as error:
             raise ModelError(f"{path}/tokenizer.json: not a tokenizer ({error})") from None
     if not any((path / name).is_file() for name in VOCABULARIES):
@@ -194,11 +205,34 @@ def load_tokenizer(path: Path) -> Tokenizer:
         )
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-        return cast("Tokenizer", tokenizer.backend_tokenizer)
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"{path}: its tokenizer cannot be loaded ({reason})") from None
+    # A copy, because transformers opens more than what lies in the directory, and by name.
+    with tempfile.TemporaryDirectory() as copy:
+        _copy_tokenizer(path, Path(copy))
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                copy, local_files_only=True, trust_remote_code=False
+            )
+            return cast("Tokenizer", tokenizer.backend_tokenizer)
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0].replace(copy, str(path))
+            raise ModelError(f"{path}: its tokenizer cannot be loaded ({reason})") from None
+
+
+def _copy_tokenizer(path: Path, copy: Path) -> None:
+    """Copy the files of a tokenizer without a tokenizer.json, which must name no other files."""
+    for name in (CONFIG, *VOCABULARIES, *DETAILS):
+        if (path / name).is_file():
+            (copy / name).write_bytes(read_file(path / name))
+    settings = copy / SETTINGS
+    if not settings.is_file():
+        return
+    fields = read_object(settings)
+    for field in VOCABULARY_FIELDS:
+        if isinstance(fields.get(field), str):
+            raise ModelError(
+                f"{path / SETTINGS}: {field} names a file, expected none there; the files of a "
+                f"tokenizer are {', '.join((*VOCABULARIES, *DETAILS))}, beside it"
+            )
+    # What saved it may have written where its files were.
+    kept = {name: value for name, value in fields.items() if not name.endswith("_file")}
+    settings.write_text(json.dumps(kept), encoding="utf-8")
