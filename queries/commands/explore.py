@@ -45,11 +45,15 @@ def explore(
     # A tokenizer is read where it lies on this machine, and never fetched.
     os.environ["HF_HUB_OFFLINE"] = "1"
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
+    from headcount.queries.explore.many_files import cost_of_many_files
     from headcount.queries.explore.query_engine import Engine
     from headcount.queries.explore.server import LOCAL_NAMES, serve
     from headcount.queries.open.connection import check_memory
 
-    engine = Engine(runs, code=code, model=model, memory=check_memory(memory), deadline=timeout)
+    memory = check_memory(memory)
+    if (cost := cost_of_many_files(runs)) is not None:
+        tell_user(cost)
+    engine = Engine(runs, code=code, model=model, memory=memory, deadline=timeout)
     warn_of_damage(engine.runs.database)
     if host not in LOCAL_NAMES:
         tell_user(
