@@ -30,10 +30,11 @@ def cost_of_many_files(path: str) -> str | None:
         )
     if files < MANY_FILES:
         return None
+    cost = f"{_seconds(files * SECONDS)} of a core and {files * GIGABYTES + 0.3:.1f} GB"
+    merging = f"merges them once, in {_seconds(files * SECONDS_TO_MERGE)} of a core"
     return (
-        f"{path}: {files:,} files, which take the page about {_seconds(files * SECONDS)} of a core "
-        f"and {files * GIGABYTES + 0.3:.1f} GB; headcount compact {shlex.quote(path)} merges them once, in "
-        f"{_seconds(files * SECONDS_TO_MERGE)} of a core, and then it opens in seconds"
+        f"{path}: {files:,} files, which take the page about {cost}; headcount compact "
+        f"{shlex.quote(path)} {merging}, and then it opens in seconds"
     )
 
 

@@ -117,7 +117,7 @@ def _folders_and_names(paths: pa.Array) -> tuple[pa.Array, pa.Array]:
     """The folder and the name of each path; a path without a folder is both."""
     parts = pc.split_pattern(paths, "/", max_splits=1, reverse=True)
     ends = parts.offsets.to_numpy()
-    return tuple(parts.values.take(pa.array(places)) for places in (ends[:-1], ends[1:] - 1))
+    return parts.values.take(pa.array(ends[:-1])), parts.values.take(pa.array(ends[1:] - 1))
 
 
 def files_damaged_by_size(home: Place, commit_log: pa.Table) -> list[Damage]:
@@ -131,16 +131,18 @@ def files_damaged_by_size(home: Place, commit_log: pa.Table) -> list[Damage]:
     for batch in commit_log.select(["shard", "files"]).to_batches(COMMITS_PER_SEGMENT):
         # A row of the commit log has a list of files. From here on there is one entry per file.
         files, rows = batch["files"].flatten(), pc.list_parent_indices(batch["files"])
-        paths, committed = pc.struct_field(files, "path"), pc.struct_field(files, "bytes").to_numpy()
+        paths = pc.struct_field(files, "path")
+        committed = pc.struct_field(files, "bytes").to_numpy()
         actual = np.full(len(files), NOT_OURS)
-        folders, names = _folders_and_names(paths)
+        folders, file_names = _folders_and_names(paths)
         encoded = folders.dictionary_encode()
         for number, folder in enumerate(encoded.dictionary.to_pylist()):
             if re.fullmatch(DATA_FOLDER, folder):
                 if folder not in sizes_in:
                     sizes_in[folder] = _sizes_in(home / folder)
                 here = np.flatnonzero(encoded.indices.to_numpy() == number)
-                actual[here] = sizes_in[folder](names.take(pa.array(here)), committed[here])
+                of_folder = file_names.take(pa.array(here))
+                actual[here] = sizes_in[folder](of_folder, committed[here])
         for i in np.flatnonzero(actual != committed).tolist():
             path, shard = paths[i].as_py(), batch["shard"][rows[i].as_py()].as_py()
             size = int(actual[i]) if is_data_path(path) else NOT_OURS

@@ -82,8 +82,8 @@ def write_shards(run: RunDirectory, shards: np.ndarray) -> list[Path]:
     for file in files:
         file.touch()
     paths = [str(file.relative_to(local(run.path))) for file in files]
-    records = pa.array([[{"path": path, "bytes": 0}] for path in paths], COMMITS.field("files").type)
-    gather_shards(run, shards, files=records)
+    records = [[{"path": path, "bytes": 0}] for path in paths]
+    gather_shards(run, shards, files=pa.array(records, COMMITS.field("files").type))
     return files
 
 
@@ -199,11 +199,12 @@ def test_files_of_thousands_of_shards_are_noticed_by_name_without_a_call_for_eac
     shards, gone = 2000, 7
     run = make_run(tmp_path, shards)
     # Replicas take turns: no segment holds neighbours alone.
-    files = [*write_shards(run, np.arange(0, shards, 2)), *write_shards(run, np.arange(1, shards, 2))]
+    even, odd = (write_shards(run, np.arange(first, shards, 2)) for first in (0, 1))
+    files = [*even, *odd]
     calls: list[object] = []
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+        def counting(*args: Any, **options: Any) -> Any:
             calls.append(args)
             return call(*args, **options)
 
