@@ -139,7 +139,7 @@ def _is_our_class(value: object) -> bool:
     return isinstance(value, type) and value.__module__.startswith(OURS)
 
 
-def _constants_of_class(cls: type) -> list[object]:
+def _constants_of_class(cls: type[Any]) -> list[object]:
     """The members of an enumeration; of other classes their own values, such as defaults."""
     if issubclass(cls, Enum):
         return list[object](cls)
@@ -208,7 +208,8 @@ def _text_of_plain(value: object) -> str | None:
         case str():
             return str.__repr__(value)
         case re.Pattern():
-            return _call_text("Pattern", [repr(value.pattern), repr(value.flags)])
+            pattern = cast(re.Pattern[str], value)
+            return _call_text("Pattern", [repr(pattern.pattern), repr(pattern.flags)])
         case PurePath():
             # A file of ours lies elsewhere on every machine.
             is_ours = value.is_relative_to(PACKAGE)

@@ -202,8 +202,9 @@ def with_partitions(rows: pa.Table, run_id: str, intervention: str) -> pa.Table:
     partitions = [
         pa.DictionaryArray.from_arrays(indices, [word]) for word in (run_id, intervention)
     ]
-    fields = [column.field for column in PARTITIONS]
-    schema = pa.schema([*fields, *rows.schema])
+    schema = rows.schema
+    for column in reversed(PARTITIONS):
+        schema = schema.insert(0, column.field)
     return pa.Table.from_arrays([*partitions, *rows.columns], schema=schema)
 
 

@@ -161,7 +161,9 @@ def status(
     from rich.text import Text
 
     from headcount.jobs.upkeep.status import as_lines
+    from headcount.schemas.files.arrow_values import use_arrow_sparingly
 
+    use_arrow_sparingly()
     directory = run_directory(run, runs)
     console = Console(highlight=False)
     redraws = watch and format_ == "text" and console.is_terminal
@@ -247,8 +249,10 @@ def list_runs(
         print_terms(known_names(runs))
         return
     from headcount.jobs.upkeep.status import HEADINGS, Status, as_row, read_statuses
+    from headcount.schemas.files.arrow_values import use_arrow_sparingly
     from headcount.schemas.places import absolute
 
+    use_arrow_sparingly()
     jobs: list[Job] = []
     if address is not None:
         from headcount.jobs.cluster.submission import JobClient

@@ -185,19 +185,22 @@ class ShardsLeft(NamedTuple):
 def shards_left(plan: Plan, verify: bool = False) -> ShardsLeft:
     """The shards without a commit, and those whose commit is not true any more; changes nothing."""
     run, manifest = plan.run, plan.manifest
-    commit_log = run.commit_log(["stop", *(BY_CONTENT if verify else BY_SIZE)])
+    commit_log = run.commit_log(["stop", *(BY_CONTENT if verify else BY_SIZE)], in_order=False)
     shards = commit_log["shard"].to_numpy()
     # A directory may hold commits beyond the scan's last shard; they are not this scan's.
     is_own = shards < manifest.shards
     # The last shard of a run that grows was short. And a replica that outlived its driver may leave
     # a commit that is older than the run's extension, and lacks sequences.
-    untrue = set(shards[is_own & ~holds_whole_shard(manifest, commit_log)].tolist())
+    is_whole = holds_whole_shard(manifest, commit_log)
+    untrue = set(shards[is_own & ~is_whole].tolist())
     for damage in run.damaged_files(commit_log, manifest if verify else None):
         # A roll-up is written again from rows (`headcount compact`). Nothing needs measuring.
         if not damage.is_of_rollup:
             untrue.update(shard for shard in damage.shards if shard < manifest.shards)
-    missing = np.setdiff1d(np.arange(manifest.shards), np.setdiff1d(shards, [*untrue]))
-    return ShardsLeft(missing, sorted(untrue))
+    is_missing = np.ones(manifest.shards, bool)
+    is_missing[shards[is_whole]] = False
+    is_missing[sorted(untrue)] = True
+    return ShardsLeft(np.flatnonzero(is_missing), sorted(untrue))
 
 
 def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:

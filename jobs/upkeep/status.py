@@ -94,18 +94,22 @@ def read_status(run: RunDirectory, now: datetime | None = None) -> Status:
             raise
         return Status(run.run_id, str(run.path), begun=False, phase=phase, at_work=bool(alive))
     # A shard is done if its commit is whole and its files are there. A roll-up only repeats rows.
-    commit_log = run.commit_log([*COLUMNS, *BY_SIZE])
+    commit_log = run.commit_log([*COLUMNS, *BY_SIZE], in_order=False)
     damages = [one for one in run.damaged_files(commit_log) if not one.is_of_rollup]
+    damages.sort(key=lambda damage: damage.shards)
     damaged_shards = {shard for damage in damages for shard in damage.shards}
     is_whole = ~np.isin(commit_log["shard"].to_numpy(), list(damaged_shards))
     is_done = holds_whole_shard(manifest, commit_log) & is_whole
     # Paths and sizes have served. Without them a million commits take half of the memory.
-    commit_log = commit_log.select(["shard", *COLUMNS]).filter(pa.array(is_done))
+    commit_log = commit_log.select(["shard", *COLUMNS])
+    if not is_done.all():
+        commit_log = commit_log.take(pa.array(np.flatnonzero(is_done)))
     done_shards = commit_log["shard"].to_numpy()
     complete = len(done_shards) == manifest.shards
 
     # The shards with a note of a failure that no later attempt has measured.
-    failed_shards = np.setdiff1d(np.array(run.failed_shards(), np.int64), done_shards)
+    failed_shards = np.array(run.failed_shards(), np.int64)
+    failed_shards = failed_shards[~np.isin(failed_shards, done_shards)]
     failures: dict[int, str] = {}
     for shard in failed_shards[:REASONS].tolist():
         failure = run.failure(shard)

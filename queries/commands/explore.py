@@ -46,11 +46,14 @@ def explore(
     os.environ["HF_HUB_OFFLINE"] = "1"
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     with waiting("starting"):
+        from headcount.queries.explore.many_files import cost_of_many_files
         from headcount.queries.explore.query_engine import Engine
         from headcount.queries.explore.server import LOCAL_NAMES, serve
         from headcount.queries.open.connection import check_memory
 
     memory = check_memory(memory)
+    if (cost := cost_of_many_files(runs)) is not None:
+        tell_user(cost)
     with waiting("reading the runs"):
         engine = Engine(runs, code=code, model=model, memory=memory, deadline=timeout)
         warn_of_damage(engine.runs.database)

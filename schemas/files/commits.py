@@ -78,12 +78,14 @@ def read_commit_log(
     columns: Sequence[str] | None = None,
     loose: bool = True,
     segments: Segments | None = None,
+    in_order: bool = True,
 ) -> pa.Table:
     """The commits that count: a row for each shard that is done, in shard order.
 
     It has the column `shard` and `columns` (default: all). A column `files.path` is `files` with
     only that field. Without `loose` commits, only segments are read. A caller that reads again and
-    again keeps them in `segments`, by name. Raises `RunError` if the commit log cannot be read.
+    again keeps them in `segments`, by name. To put rows `in_order` takes as much memory again, if
+    many replicas measured them. Raises `RunError` if the commit log cannot be read.
     """
     wanted = {"shard", *(COMMITS.names if columns is None else columns)}
     has_files = any(name.startswith("files") for name in wanted)
@@ -102,23 +104,16 @@ def read_commit_log(
         tables = _at_once(directory, lambda name: _read_segment(directory / name, schema), new)
         known.update(zip(new, tables, strict=True))
         gathered = [known[name] for name in _segments(listed)]
-        # Rules 1 and 2.
-        kept = _last_rows(gathered)
-        table = pa.concat_tables([*gathered, commits])
-        shards = table["shard"].to_numpy()
-        # Rule 3.
-        is_late = np.isin(commits["shard"].to_numpy(), shards[kept])
-        rows = np.concatenate([kept, len(table) - len(commits) + np.flatnonzero(~is_late)])
-        rows = rows[np.argsort(shards[rows])]
-        # What is in order already takes no second copy.
-        is_in_order = len(rows) == len(table) and (np.diff(rows) == 1).all()
-        return table if is_in_order else table.take(pa.array(rows))
+        return pa.concat_tables(_that_count(gathered, commits) or [schema.empty_table()])
 
     table = _unchanged_meanwhile(directory, read)
     if not len(table):
         _check_listed(directory)
     if segments is None:
         known.clear()
+    shards = table["shard"].to_numpy()
+    if in_order and not (np.diff(shards) > 0).all():
+        table = table.take(pa.array(np.argsort(shards)))
     # What reading took beside the table: half as much again for a million commits.
     pa.default_memory_pool().release_unused()
     return table if has_files else table.drop_columns("files")
@@ -137,9 +132,9 @@ def any_commit(directory: Place, run_id: str) -> Commit | None:
 
     def read(listed: list[str]) -> Commit | None:
         for name in _segments(listed):
-            table = _read_segment(directory / name, COMMITS)
-            if len(rows := _last_rows([table])):
-                return next(commits_of(table.take(pa.array(rows[:1]))))
+            (table,) = _that_count([_read_segment(directory / name, COMMITS)], [])
+            if len(table):
+                return next(commits_of(table.slice(0, 1)))
         commits = (read_commit(directory / name, run_id) for name in _loose(listed))
         return next((commit for commit in commits if commit is not None), None)
 
@@ -181,15 +176,27 @@ def _loose(listed: Iterable[str]) -> list[str]:
     return [name for name in listed if name.startswith("shard-") and name.endswith(".json")]
 
 
-def _last_rows(segments: Sequence[pa.Table]) -> np.ndarray:
-    """Where the rows that count lie in the concatenated segments, in shard order."""
-    if not segments:
-        return np.empty(0, int)
-    rows = pa.concat_tables([table.select(["shard", "files"]) for table in segments])
+def _that_count(segments: Sequence[pa.Table], loose: Sequence[pa.Table]) -> list[pa.Table]:
+    """What the three rules leave of segments, in their order, and of commits in own files."""
+    tables = [*segments, *loose]
+    if not tables:
+        return []
+    table = pa.concat_tables(tables)
+    shards = table["shard"].to_numpy()
+    gathered = shards[: sum(map(len, segments))]
+    counts = np.zeros(len(table), bool)
     # np.unique finds first places, and the last place of a shard is the first one from the end.
-    _, places_from_end = np.unique(rows["shard"].to_numpy()[::-1], return_index=True)
-    last = len(rows) - 1 - places_from_end
-    return last[pc.fill_null(pc.list_value_length(rows["files"]), 0).to_numpy()[last] > 0]
+    _, places_from_end = np.unique(gathered[::-1], return_index=True)
+    last = len(gathered) - 1 - places_from_end  # rule 1
+    counts[last] = pc.list_value_length(table["files"]).to_numpy()[last] > 0  # rule 2
+    done = gathered[counts[: len(gathered)]]
+    counts[len(gathered) :] = ~np.isin(shards[len(gathered) :], done)  # rule 3
+    # A part whose rows all count is not copied.
+    parts = np.split(counts, np.cumsum([len(each) for each in tables])[:-1])
+    return [
+        each if part.all() else each.take(pa.array(np.flatnonzero(part)))
+        for each, part in zip(tables, parts, strict=True)
+    ]
 
 
 def _read_segment(file: Place, schema: pa.Schema) -> pa.Table:
@@ -217,17 +224,19 @@ def _read_segment(file: Place, schema: pa.Schema) -> pa.Table:
         raise kind(f"{file}: damaged ({reason(error)}); it holds commits: {MOVED}") from None
 
 
-def _read_loose(directory: Place, run_id: str, loose: list[str], schema: pa.Schema) -> pa.Table:
+def _read_loose(
+    directory: Place, run_id: str, loose: list[str], schema: pa.Schema
+) -> list[pa.Table]:
     """Commits that are files of their own; files that are not commits of this run are ignored."""
     columns = set(schema.names)
-    tables = [schema.empty_table()]
+    tables: list[pa.Table] = []
     # In batches, because Python objects take far more memory than their Arrow table.
     for start in range(0, len(loose), COMMITS_PER_SEGMENT):
         batch = loose[start : start + COMMITS_PER_SEGMENT]
         commits = _at_once(directory, lambda name: read_commit(directory / name, run_id), batch)
         rows = [commit.model_dump(include=columns) for commit in commits if commit is not None]
         tables.append(pa.Table.from_pylist(rows, schema=schema))
-    return pa.concat_tables(tables)
+    return tables
 
 
 def _at_once(directory: Place, read: Callable[[str], T], files: list[str]) -> list[T]:

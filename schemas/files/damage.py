@@ -9,19 +9,21 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headcount.schemas.files.commits import READERS, pc
+from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, READERS, pc
 from headcount.schemas.files.digests import digest_of_file
+from headcount.schemas.files.listing import Listing
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.kinds import OF_MERGED, TABLES, columns_of
 from headcount.schemas.places import (
@@ -105,16 +107,20 @@ def is_data_path(path: str) -> bool:
 
 def data_folders(commit_log: pa.Table) -> list[str]:
     """The directories of the data files of a commit log, relative to the run."""
-    paths = pc.struct_field(pc.list_flatten(commit_log["files"]), "path")
-    folders = {
-        folder for chunk in paths.chunks for folder in pc.unique(_folders(chunk)).to_pylist()
-    }
+    folders: set[str] = set()
+    # In batches, because the texts of a million commits take much memory.
+    for batch in commit_log.select(["files"]).to_batches(COMMITS_PER_SEGMENT):
+        paths = pc.struct_field(batch["files"].flatten(), "path")
+        folders.update(_folders_and_names(paths)[0].unique().to_pylist())
     # A damaged commit log may hold any path. Nothing outside the run's tables is listed.
     return sorted(one for one in folders if re.fullmatch(DATA_FOLDER, one))
 
 
-def _folders(paths: pa.Array) -> pa.Array:
-    return pc.replace_substring_regex(paths, "/[^/]*$", "")
+def _folders_and_names(paths: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """The folder and the name of each path; a path without a folder is both."""
+    parts = pc.split_pattern(paths, "/", max_splits=1, reverse=True)
+    ends = parts.offsets.to_numpy()
+    return parts.values.take(pa.array(ends[:-1])), parts.values.take(pa.array(ends[1:] - 1))
 
 
 def files_damaged_by_size(home: Place, commit_log: pa.Table) -> list[Damage]:
@@ -123,56 +129,52 @@ def files_damaged_by_size(home: Place, commit_log: pa.Table) -> list[Damage]:
     A directory is listed once, instead of asking for each file: in a store a request per file would
     take hours. A path outside the run's tables is damage.
     """
-    # A row of the commit log has a list of files. From here on there is one entry per file.
-    files = pc.list_flatten(commit_log["files"])
-    paths, committed = (pc.struct_field(files, name) for name in ("path", "bytes"))
-    is_ours = pc.match_substring_regex(paths, rf"^{DATA_FOLDER}/{DATA_FILE}$").to_numpy()
-    found = np.full(len(files), NOT_OURS)
-    folders = pa.array(data_folders(commit_log), pa.string())
-    # In chunks, because the texts of a million commits take much memory.
-    numbers = [pc.index_in(_folders(chunk), folders) for chunk in paths.chunks]
-    folder_of_file = pa.chunked_array(numbers, pa.int32()).to_numpy()
-    for number, folder in enumerate(folders.to_pylist()):
-        here = is_ours & (folder_of_file == number)
-        wanted = pc.utf8_slice_codeunits(paths.filter(pa.array(here)), len(folder) + 1)
-        found[here] = _actual_sizes(home / folder, wanted, committed.filter(pa.array(here)))
+    sizes_in: dict[str, SizesIn] = {}
     damages: dict[str, Damage] = {}
-    row_of_file = pc.list_parent_indices(commit_log["files"])
-    for i in np.flatnonzero(found != committed.to_numpy()).tolist():
-        path, shard = paths[i].as_py(), commit_log["shard"][row_of_file[i].as_py()].as_py()
-        why = _size_problem(int(found[i]), committed[i].as_py())
-        damages.setdefault(path, Damage(path, [], why)).shards.append(shard)
+    for batch in commit_log.select(["shard", "files"]).to_batches(COMMITS_PER_SEGMENT):
+        # A row of the commit log has a list of files. From here on there is one entry per file.
+        files, rows = batch["files"].flatten(), pc.list_parent_indices(batch["files"])
+        paths = pc.struct_field(files, "path")
+        committed = pc.struct_field(files, "bytes").to_numpy()
+        actual = np.full(len(files), NOT_OURS)
+        folders, file_names = _folders_and_names(paths)
+        encoded = folders.dictionary_encode()
+        for number, folder in enumerate(encoded.dictionary.to_pylist()):
+            if re.fullmatch(DATA_FOLDER, folder):
+                if folder not in sizes_in:
+                    sizes_in[folder] = _sizes_in(home / folder)
+                here = np.flatnonzero(encoded.indices.to_numpy() == number)
+                of_folder = file_names.take(pa.array(here))
+                actual[here] = sizes_in[folder](of_folder, committed[here])
+        for i in np.flatnonzero(actual != committed).tolist():
+            path, shard = paths[i].as_py(), batch["shard"][rows[i].as_py()].as_py()
+            size = int(actual[i]) if is_data_path(path) else NOT_OURS
+            why = _size_problem(size, int(committed[i]))
+            damages.setdefault(path, Damage(path, [], why)).shards.append(shard)
     return list(damages.values())
 
 
-def _actual_sizes(
-    directory: Place, wanted: pa.ChunkedArray, committed: pa.ChunkedArray
-) -> np.ndarray:
-    """The sizes of files in one directory; `GONE` for one that is not there.
+SizesIn: TypeAlias = Callable[[pa.Array, np.ndarray], np.ndarray]
+"""The sizes of files in a directory, of their names and committed sizes; `GONE` if not there."""
 
-    On a disk a size is a call for each file, so what is there counts as committed.
-    """
-    listed = pa.table(dict(zip(("name", "size"), _names_and_sizes(directory), strict=True)))
-    places = pc.index_in(wanted, listed["name"])
+
+def _sizes_in(directory: Place) -> SizesIn:
     if isinstance(directory, StorePath):
-        found = pc.fill_null(listed["size"].take(places), GONE).to_numpy()
-        gone = np.flatnonzero(found == GONE)
-        # A listing that was cut lacks objects that are there, so some are looked for by their name.
-        for i in gone[:: max(1, len(gone) // LOOKED_FOR)].tolist():
-            if (directory / wanted[i].as_py()).is_file():
-                raise unread(directory, OSError(NOT_LISTED))
-        return found
-    return np.where(places.is_valid().to_numpy(), committed.to_numpy(), GONE)
+        listed = dict(sizes(directory))
 
+        def sizes_listed(files: pa.Array, _: np.ndarray) -> np.ndarray:
+            found = np.array([listed.get(name, GONE) for name in files.to_pylist()])
+            gone = np.flatnonzero(found == GONE)
+            # A listing that was cut lacks objects that are there, so some are looked for by name.
+            for i in gone[:: max(1, len(gone) // LOOKED_FOR)].tolist():
+                if (directory / files[i].as_py()).is_file():
+                    raise unread(directory, OSError(NOT_LISTED))
+            return found
 
-def _names_and_sizes(directory: Place) -> tuple[pa.Array, pa.Array]:
-    if isinstance(directory, StorePath):
-        listed = [*sizes(directory)]
-        name_list, size_list = [name for name, _ in listed], [size for _, size in listed]
-        return pa.array(name_list, pa.string()), pa.array(size_list, pa.int64())
-    # A foreign name may be of bytes that are no text.
-    name_array = pa.array([name for name in names(directory) if name.isascii()], pa.string())
-    return name_array, pa.nulls(len(name_array), pa.int64())
+        return sizes_listed
+    # On a disk a size is a call for each file, so what is there counts as committed.
+    listing = Listing(names(directory))
+    return lambda files, committed: np.where(listing.holds(files), committed, GONE)
 
 
 NOT_OURS, GONE = -2, -1  # in place of the size of a path that is none of ours, or is gone

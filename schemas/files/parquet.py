@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 
 from headcount.schemas.places import OpenFile
 
+SMALL_BYTES = 32_768  # of a table that is written without compression
+
 
 def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
     """A table with the columns of `schema`.
@@ -36,15 +38,17 @@ def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
 def parquet_bytes(table: pa.Table, row_group_size: int | None = None) -> pa.Buffer:
     """A table as the content of a Parquet file."""
     # Measured values hardly repeat. A dictionary of them would be a third of the file.
+    columns = zip(table.schema.names, table.schema.types, strict=True)
     dictionary_columns: Any = [
-        leaf for field in table.schema for leaf in _leaves_without_floats(field.name, field.type)
+        leaf for name, kind in columns for leaf in _leaves_without_floats(name, kind)
     ]
     sink = pa.BufferOutputStream()
     pq.write_table(
         table,
         sink,
         row_group_size=row_group_size,
-        compression="zstd",
+        # To begin with a column takes zstd longer than it takes to write a few rows of it.
+        compression="zstd" if table.nbytes > SMALL_BYTES else "none",
         use_dictionary=dictionary_columns,
         # Parquet itself would forget which columns are dictionaries.
         store_schema=True,

@@ -199,9 +199,9 @@ class RunDirectory:
             kind = OtherRunError if isinstance(self.path, Path) else StoreError
             raise kind(why) from None
 
-    def commit_log(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Some columns of the commits that count, in shard order."""
-        return read_commit_log(self.commits_directory, self.run_id, columns)
+    def commit_log(self, columns: Sequence[str] | None = None, in_order: bool = True) -> pa.Table:
+        """Some columns of the commits that count, in shard order (`read_commit_log`)."""
+        return read_commit_log(self.commits_directory, self.run_id, columns, in_order=in_order)
 
     def commits(self) -> Iterator[Commit]:
         """The commits that count, in shard order; files that are not commits are ignored."""

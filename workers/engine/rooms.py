@@ -4,6 +4,7 @@ Most scans run bare modules with the fused engine on a machine without a GPU. Th
 no backward pass and no kernel, and whoever reads how a scan goes need not read these either.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ def entered(door: str) -> Any:  # noqa: ANN401 (whatever stands behind the door)
     return getattr(import_module(f"headcount.{module}"), name)
 
 
-def engine_class(name: EngineName) -> type[Engine]:
+def engine_class(name: EngineName) -> Callable[..., Engine]:
     """The engine of a name: `fused` and `gradient` are made of a model, a precision and a sweep,
     `dense` of a model and changes.
     """

@@ -4,8 +4,10 @@ A run may have a million shards, so reading must be quick and take little memory
 """
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -62,13 +64,27 @@ def gather_shards(run: RunDirectory, shards: np.ndarray, **columns: Any) -> None
     file.touch()
     record = {"path": str(file.relative_to(local(run.path))), "bytes": 0}
     one_file = pa.array([[record]], COMMITS.field("files").type)
+    shared_file = one_file.take(pa.array(np.zeros(count, int)))
+    of_files = columns.get("files", shared_file)
     arrays: list[Any] = []
     for field in COMMITS:
         value = values.get(field.name)
         array = value if isinstance(value, np.ndarray) else [value] * count
-        of_files = one_file.take(pa.array(np.zeros(count, int)))
         arrays.append(of_files if field.name == "files" else pa.array(array, field.type))
     write_segment(run.commits_directory, pa.table(arrays, schema=COMMITS))
+
+
+def write_shards(run: RunDirectory, shards: np.ndarray) -> list[Path]:
+    """Commit shards in one segment, each with an empty file of its own; returns the files."""
+    folder = local(run.path) / "sequences/intervention=none"
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"shard-{shard:06d}-{shard % 97:08x}.parquet" for shard in shards]
+    for file in files:
+        file.touch()
+    paths = [str(file.relative_to(local(run.path))) for file in files]
+    records = [[{"path": path, "bytes": 0}] for path in paths]
+    gather_shards(run, shards, files=pa.array(records, COMMITS.field("files").type))
+    return files
 
 
 def note_failure(run: RunDirectory, shard: int, error: str) -> None:
@@ -177,6 +193,38 @@ def test_the_commands_print_lines_a_table_or_json_and_what_is_no_run(tmp_path: P
     assert "not a manifest" in done.stderr
 
 
+def test_files_of_thousands_of_shards_are_noticed_by_name_without_a_call_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shards, gone = 2000, 7
+    run = make_run(tmp_path, shards)
+    # Replicas take turns: no segment holds neighbours alone.
+    even, odd = (write_shards(run, np.arange(first, shards, 2)) for first in (0, 1))
+    files = [*even, *odd]
+    calls: list[object] = []
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **options: Any) -> Any:
+            calls.append(args)
+            return call(*args, **options)
+
+        return counting
+
+    for name in ("stat", "lstat", "listdir", "scandir", "open"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    assert read_status(run, NOW).complete
+    calls_when_whole = len(calls)
+    assert calls_when_whole < 40
+    files[gone].unlink()
+    files[-gone].rename(files[-gone].with_name("shard-001987-0a1b2c3d.parquet"))
+    status = read_status(run, NOW)
+    assert len(calls) < 100
+    assert (status.done, status.damaged, status.damage) == (shards - 2, 2, [
+        f"shard {shard}: {file.relative_to(local(run.path))} is gone"
+        for shard, file in ((14, files[gone]), (1987, files[-gone]))
+    ])  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="only Linux tells the peak memory of one program"
@@ -192,6 +240,7 @@ def test_a_hundred_thousand_gathered_shards_are_read_without_a_loop_over_them(tm
         "import sys, time\n"
         "from headcount.jobs.commands.cluster import status\n"
         "status(sys.argv[1], format_='json')\n"
+        "assert 'pandas' not in sys.modules\n"
         "print(time.process_time(), *[l.split()[1] for l in open('/proc/self/status') if "
         "l.startswith('VmHWM')])"
     )
