@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from headcount.schemas.places import Place
-    from headcount.workers.engine.engine import Activations, PassRequest
+    from headcount.workers.engine.engine import Activations
     from headcount.workers.model.info.model_files import AdapterChoice
     from headcount.workers.model.info.model_info import ModelInfo
     from headcount.workers.model.info.text_tokenizer import TextTokenizer
@@ -146,6 +146,7 @@ class RunModel:
 
         from headcount.schemas.scans.intervention import parse_intervention
         from headcount.workers.engine.changes import LABELS
+        from headcount.workers.engine.engine import PassRequest
         from headcount.workers.engine.patching import with_partner
         from headcount.workers.inputs.sequences import Sequences
         from headcount.workers.interventions import bind
