@@ -4,6 +4,7 @@
 written by hand, in the page.
 """
 
+import inspect
 import re
 import textwrap
 import types
@@ -59,6 +60,16 @@ def filled(page: str, before: str, behind: str, text: str) -> str:
 def from_heading(page: str, text: str) -> str:
     """A page whose sections are generated, behind what is written by hand before the first."""
     return re.split(r"^##", page, maxsplit=1, flags=re.MULTILINE)[0].rstrip() + f"\n\n{text}"
+
+
+def code(of: Callable[..., object]) -> str:
+    """A link to the file in which something stands."""
+    return linked("code", Path(inspect.getfile(inspect.unwrap(of))))
+
+
+def linked(word: str, file: Path) -> str:
+    """A link from a page to a file of the project."""
+    return f"[{word}](../../{file.resolve().relative_to(DOCS.parents[1]).as_posix()})"
 
 
 def wrapped(text: str) -> str:
@@ -186,7 +197,7 @@ def _formula_entry(formula: Formula) -> str:
         f"{formula.meaning}\n",
         f"    {' '.join(formula.formula.split())}\n",
         *(f"{' '.join(note.split())}\n" for note in notes if not note.startswith(">>>")),
-        f"{'; '.join(facts)} ({source}).\n",
+        f"{'; '.join(facts)} ({source}; {code(formula.function)}).\n",
     ]
     return "\n".join(lines)
 
@@ -232,7 +243,8 @@ def _intervention(entry: RegisteredIntervention) -> str:
             words.append(option_words(option, "`", largest))
         elif option.default is not REQUIRED:
             words.append(f"`{name}`{default(option)}")
-    return f"* `{call}`{target}: {entry.meaning}" + (f" {'; '.join(words)}." if words else "")
+    of_options = f" {'; '.join(words)}." if words else ""
+    return f"* `{call}`{target}: {entry.meaning}{of_options} ({code(entry.function)})"
 
 
 # inputs.md
@@ -269,7 +281,8 @@ def inputs_page(page: str) -> str:
     lines: list[str] = []
     for family in INPUTS.values():
         prose = prose_of(family.function)
-        lines += [f"## {family.name}\n", f"{prose}\n", *_family_options(family, explained), ""]
+        lines += [f"## {family.name}\n", f"{prose} ({code(family.function)})\n"]
+        lines += [*_family_options(family, explained), ""]
     return filled(page, "document differs.\n\n", "", "\n".join(lines).rstrip() + "\n")
 
 
@@ -313,7 +326,7 @@ def exports_page(page: str) -> str:
             export.meaning,
             export.details,
             options,
-            f"Read by: {export.read_by}. Source: <{export.source}>.",
+            f"Read by: {export.read_by}. Source: <{export.source}>, {code(export.function)}.",
             f"```bash\nheadcount export {name} RUNS -o {export.example}\n```",
             f"```python\n{export.load}```\n",
         )
@@ -634,7 +647,8 @@ def queries_page(page: str) -> str:
 
 def _query(query: NamedQuery, answer: re.Match[str] | None) -> str:
     """One query: what its rows are, what it takes, and an example where it says more."""
-    parts = [f"### {query.name}\n", wrapped(query.description)]
+    sql = linked("SQL", next(QUERIES.rglob(f"{query.name}.sql")))
+    parts = [f"### {query.name}\n", wrapped(f"{query.description} ({sql})")]
     items: list[str] = []
     for each in query.parameters:
         value = "required" if each.default is None else each.default
