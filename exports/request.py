@@ -230,7 +230,7 @@ class ExportRequest:
     def _calibrate(self, source: ExportSource, steps: Steps) -> None:
         """Measure some of the effects that the run estimates, in a run beside it."""
         from headcount.jobs.api import measure_losses_beside
-        from headcount.jobs.commands.cluster import DRAWN_HEADS, DRAWN_SEQUENCES
+        from headcount.jobs.commands.runs import DRAWN_HEADS, DRAWN_SEQUENCES
         from headcount.jobs.plan.calibration import calibration_of
         from headcount.jobs.resources import Resources
 

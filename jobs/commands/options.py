@@ -9,6 +9,37 @@ from typer.core import TyperCommand
 
 from headcount.schemas.errors import ScanError
 
+URL = "http://HOST:8265"
+Address = Annotated[str, typer.Option(metavar=URL, help="Address of the cluster's dashboard.")]
+MaybeAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar=URL, help="Address of a cluster's dashboard. By default no cluster is asked."
+    ),
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME",
+        help="Pass this environment variable to the job. Everybody who may read the cluster's "
+        "jobs can read its value.",
+    ),
+]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's name or id, its directory, or its address in a store."
+    ),
+]
+Runs = Annotated[
+    str,
+    typer.Option(
+        metavar="DIRECTORY",
+        help="Directory in which to look for a run by its name; a path, or an address in a store.",
+    ),
+]
+RunOrJob = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, directory or address.")]
 ScanFile = Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")]
 Overrides = Annotated[
     list[str] | None,

@@ -8,7 +8,7 @@ from typer.main import get_command
 
 import headcount
 from headcount.commands import PANELS
-from headcount.jobs.commands.cluster import REGISTRIES, known_names
+from headcount.jobs.commands.catalogue import REGISTRIES, known_names
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS

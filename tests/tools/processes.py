@@ -181,6 +181,7 @@ def fork_server() -> ForkServerContext:
             "pandas",
             "headcount",
             "headcount.jobs.commands.cluster",
+            "headcount.jobs.commands.runs",
             "headcount.jobs.plan.plan",
             "headcount.jobs.commands.scan",
             "headcount.jobs.upkeep.status",

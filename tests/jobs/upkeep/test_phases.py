@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headcount.jobs.commands import cluster as cluster_commands
-from headcount.jobs.commands.cluster import list_runs
+from headcount.jobs.commands import runs as run_commands
+from headcount.jobs.commands.runs import list_runs
 from headcount.jobs.endings import Stopped
 from headcount.jobs.plan.identity import next_run
 from headcount.jobs.upkeep import phases
@@ -202,7 +202,7 @@ def test_drivers_are_heard_in_a_store_too_and_a_store_that_is_silent_is_said_alo
             scan_that_fails(run, CorpusError("no text"))
         heard(run, "failed while preparing tokens: no text")
         phases.forget(run)
-        monkeypatch.setattr(cluster_commands, "SILENCE_SECONDS", 0.1)
+        monkeypatch.setattr(run_commands, "SILENCE_SECONDS", 0.1)
         store.set_rules(Rule({"delay": 0.5}))
         with pytest.raises(RunError, match="no run here"):
             list_runs("s3://bucket/none")

@@ -238,7 +238,7 @@ def test_a_hundred_thousand_gathered_shards_are_read_without_a_loop_over_them(tm
         gather_shards(run, shards_of_segment, finished=NOW - age)
     program = (
         "import sys, time\n"
-        "from headcount.jobs.commands.cluster import status\n"
+        "from headcount.jobs.commands.runs import status\n"
         "status(sys.argv[1], format_='json')\n"
         "assert 'pandas' not in sys.modules\n"
         "print(time.process_time(), *[l.split()[1] for l in open('/proc/self/status') if "
