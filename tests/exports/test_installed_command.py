@@ -175,7 +175,7 @@ def test_what_confirms_a_list_goes_on_where_it_was(
     committed: dict[Path, int] = {}
 
     def commits() -> dict[Path, int]:
-        files = (tmp_path / "runs").glob("*/commits/*")
+        files = (tmp_path / "runs").glob("*/commits/[!.]*")
         return {file: file.stat().st_mtime_ns for file in files}
 
     def is_stopped_soon() -> bool:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -95,8 +96,10 @@ def test_a_signal_ends_the_explorer_while_ten_bad_queries_run(
             connection = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
             headers = {"Authorization": f"Bearer {address.fragment}"}
             headers["Content-Type"] = "application/json"
-            connection.request("POST", "/ask", json.dumps({"kind": kind, **fields}), headers)
-            return connection.getresponse().status
+            with closing(connection):
+                connection.request("POST", "/ask", json.dumps({"kind": kind, **fields}), headers)
+                with connection.getresponse() as response:
+                    return response.status
 
         assert ask("sql", text="SELECT 1 AS one") == 200
         bad = [

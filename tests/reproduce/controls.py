@@ -311,6 +311,12 @@ def measured_runs(
     replica_class: type[Replica] = Replica,
 ) -> tuple[Path, ModelInfo]:
     """Measure what is missing of runs below a directory; their own directory, and the model."""
+    # The tokenizer of an untrained model has no words, so its ids mean no text.
+    scans = {
+        name: {field: value for field, value in entry.items() if field != "token_text"}
+        for name, entry in replication.scan.items()
+    }
+    replication = replication.model_copy(update={"scan": scans})
     plans = plan_replication(replication, model, str(out / replica_class.__name__), models=models)
     shards: dict[tuple[str, str, int], MeasuredShard] = {}
     for plan in plans:
