@@ -78,7 +78,7 @@ def test_a_run_comes_to_its_end(chaos: tuple[World, Rows], name: str) -> None:
     world, expected = chaos
     world.in_store, world.n_replicas, lives = SCHEDULES[name]
     result = run_schedule(world, expected, lives)
-    assert result.faults == [planned.kind for life in lives for planned in life]
+    assert result.faults == [planned.kind for life in lives for planned in life], world.errors
     assert result.good, result
     assert "Traceback" not in world.errors
 
