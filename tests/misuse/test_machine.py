@@ -8,6 +8,7 @@ import importlib
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 import socket
@@ -315,7 +316,11 @@ def test_watching_ends_with_the_run(runs: Path, command: Command, monkeypatch: p
     with open(its_end, "w") as terminal, monkeypatch.context() as m:
         m.setattr(sys, "stdout", terminal)
         assert command("status", runs / "run_id=toy-1a2b3c4d", "--watch") == (0, [])
-    assert b"complete  every shard is committed" in os.read(our_end, 10_000)
+    shown, line = b"", b"complete  every shard is committed"
+    # A terminal hands over what it has in pieces.
+    while line not in shown and select.select([our_end], [], [], 10)[0]:
+        shown += os.read(our_end, 10_000)
+    assert line in shown
     os.close(our_end)
 
 
