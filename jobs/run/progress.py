@@ -68,7 +68,8 @@ class Progress:
         self.in_hand.pop(outcome.shard, None)
         if isinstance(outcome, Failure):
             # A shard that is tried again has not failed yet.
-            self.failures += [outcome] if outcome.is_last else []
+            if outcome.is_last:
+                self.failures.append(outcome)
         else:
             # The clock starts when the first committed shard was begun, so that loading a model
             # does not make the scan look slow. The host's clock may be wrong, so the shard's

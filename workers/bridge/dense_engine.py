@@ -37,8 +37,7 @@ class DenseEngine(Engine):
     attention = "matrix"
 
     def __init__(self, model: Model, changes: Changes | None = None) -> None:
-        precision = "float64" if model.dtype == torch.float64 else "float32"
-        super().__init__(model, precision, changes)
+        super().__init__(model, model.precision, changes)
         self.bridge = bridge_of(model)
         self._checked_patterns: set[tuple[int, int]] = set()  # by layer and length
 

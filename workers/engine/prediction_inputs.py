@@ -130,8 +130,7 @@ def _position_changes(inputs: PredictionInputs) -> dict[str, Tensor]:
     # The fused engine builds no matrix of T², so it is taken if it can run and change this layer.
     is_known = model.attention_problem is None and 0 in model.info.attention_layers_or_all
     if is_known and model.modules("pos_embed"):
-        precision = "float64" if model.dtype == torch.float64 else "float32"
-        engine = engine_class("fused")(model, precision)
+        engine = engine_class("fused")(model, model.precision)
     else:
         engine = engine_class("dense")(model)
     without_positions = Change("pos_embed", lambda added, _: torch.zeros_like(added))

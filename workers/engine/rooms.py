@@ -6,13 +6,11 @@ no backward pass and no kernel, and whoever reads how a scan goes need not read 
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 from headcount.workers.engine.engine import Engine
 
-EngineName = Literal["fused", "gradient", "dense"]
-
-ENGINES: dict[EngineName, str] = {
+ENGINES = {
     "fused": "workers.engine.fused_engine.FusedEngine",
     "gradient": "workers.gradients.gradient_engine.GradientEngine",
     "dense": "workers.bridge.dense_engine.DenseEngine",
@@ -29,7 +27,7 @@ def entered(door: str) -> Any:  # noqa: ANN401 (whatever stands behind the door)
     return getattr(import_module(f"headcount.{module}"), name)
 
 
-def engine_class(name: EngineName) -> Callable[..., Engine]:
+def engine_class(name: str) -> Callable[..., Engine]:
     """The engine of a name: `fused` and `gradient` are made of a model, a precision and a sweep,
     `dense` of a model and changes.
     """

@@ -175,6 +175,11 @@ class Model:
         """The number format of the weights."""
         return next(self.bare.parameters()).dtype
 
+    @property
+    def precision(self) -> str:
+        """The precision of products in the format of the weights, float32 at least."""
+        return "float64" if self.dtype == torch.float64 else "float32"
+
     # Positions
 
     @cached_property
