@@ -152,9 +152,32 @@ def test_a_scan_of_texts_is_whole_although_answers_are_cut(
     until_done(store, tmp_path, "resume", run, main=TOY, seed=seed + 50)
     until_done(store, tmp_path, "compact", run, main=MAIN, seed=seed + 100)
     assert compare(rows_of(run), expected) == (0, 0, 0)
+    check_answers(store, tmp_path, run, seed=seed + 200)
     until_done(store, tmp_path, "corpus", "list", f"{run.parent}/corpora", seed=seed)
     until_done(store, tmp_path, "rm", "--yes", run, main=MAIN, seed=seed + 150)
     assert run.name not in names(run.parent)
+
+
+def check_answers(store: S3Server, folder: Path, run: StorePath, seed: int) -> None:
+    """Ask for a complete run while answers are cut: what is said is true, or the store's error."""
+    count = "SELECT count(*) AS n FROM heads"
+    rows = sum(len(of_key) for key, of_key in rows_of(run).items() if key[0] == "heads")
+    right = {
+        ("status", str(run)): rf"shards +{SHARDS} of {SHARDS} done",
+        ("check", str(run)): "as committed",
+        ("list", str(run.parent)): rf"{SHARDS}/{SHARDS}",
+        ("query", str(run), count): rf"\b{rows}\b",
+    }
+    for number, (words, answer) in enumerate(right.items()):
+        for attempt in range(3):
+            store.set_rules(some_cut(0.25, seed * 100 + number * 10 + attempt))
+            asked = command(folder, *words)
+            store.set_rules()
+            if asked.code == 0:
+                assert re.search(answer, asked.stdout + asked.stderr), asked
+            else:
+                assert ERROR_OF_STORE.search(asked.stderr), asked
+                assert not re.search(r"damaged|delete|headcount rm|Traceback", asked.stderr), asked
 
 
 @pytest.mark.parametrize("seed", [1, 2])
