@@ -199,6 +199,8 @@ def with_outputs_of_today(page: Path, folder: Path) -> str:
 
 
 if __name__ == "__main__":
+    # As the installed command does before torch is loaded: threads that wait take no core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for page_path in map(Path, sys.argv[1:]):
         with tempfile.TemporaryDirectory() as scratch:
             renewed = with_outputs_of_today(page_path, Path(scratch))
