@@ -116,9 +116,9 @@ class Guard:
 def make_app(engine: Engine, guard: Guard) -> web.Application:
     """The application: the files of the page, and one address for queries."""
     files = {
-        file.name: file.read_bytes()
+        file.relative_to(folder).as_posix(): file.read_bytes()
         for folder in (SHARED_PAGE, PAGE)
-        for file in folder.glob("*.*")
+        for file in folder.rglob("*.*")
         if file.suffix in TYPES
     }
     files["index.html"] = files["index.html"].replace(b"<!-- page.html -->", files["page.html"])
@@ -166,7 +166,7 @@ def make_app(engine: Engine, guard: Guard) -> web.Application:
     app = web.Application(middlewares=[guarded], client_max_size=MOST_BYTES)
     app.router.add_post("/ask", ask)
     app.router.add_get("/", page)
-    app.router.add_get("/{name}", page)
+    app.router.add_get("/{name:.+}", page)
     return app
 
 

@@ -19,7 +19,14 @@ TEMPLATES = PACKAGE / "queries" / "page" / "report"  # layouts and scripts of re
 
 DRAWING = ("colours.js", "draw.js", "data.js")
 CARD = (*DRAWING, "behind.js", "histogram.js", "card.js")
-REPORT = (*CARD, "source.js", "cube.js", "significance.js", "page.js")
+STATE = (
+    "source.js", "cube.js", "significance.js", "state.js", "asking.js", "address.js", "numbers.js",
+)  # fmt: skip
+PANELS = (
+    "sql", "heatmap", "scatter", "sequences", "histograms", "effects", "head", "menus", "more",
+    "sections",
+)  # fmt: skip
+REPORT = (*CARD, *STATE, *(f"panels/{panel}.js" for panel in PANELS), "page.js")
 """Modules of `queries/page`, each after those that it imports."""
 
 
@@ -95,7 +102,7 @@ def joined(modules: Iterable[str]) -> str:
     'const one = 1;\\nlet two = one;'
     """
     text = "\n".join(modules)
-    text = re.sub(r'^import \{[^}]*\} from "\./[^"]+";\n', "", text, flags=re.MULTILINE)
+    text = re.sub(r'^import \{[^}]*\} from "\.{1,2}/[^"]+";\n', "", text, flags=re.MULTILINE)
     return re.sub(r"^export (?=function|const|let|class|async)", "", text, flags=re.MULTILINE)
 
 

@@ -1,12 +1,24 @@
-// What is behind a figure: its query to copy, its numbers as CSV, and itself as a picture. SVG and PNG
-// have the light colours, without any style sheet.
+// What is behind a figure: its query to copy, its numbers as CSV, and itself as a picture. SVG and
+// PNG have the light colours, without any style sheet.
 import { html, set, svg } from "./draw.js";
 
 const TITLE = 24;
 const PIXELS = 3;
-const KEPT = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "opacity", "font-size", "font-weight", "text-anchor"];
+const KEPT = [
+  "fill",
+  "fill-opacity",
+  "stroke",
+  "stroke-width",
+  "stroke-dasharray",
+  "stroke-linejoin",
+  "opacity",
+  "font-size",
+  "font-weight",
+  "text-anchor",
+];
 
-// A copy of what is drawn whose looks are attributes: editors read neither classes nor `light-dark()`.
+// A copy of what is drawn whose looks are attributes: editors read neither classes nor `light-
+// dark()`.
 function plain(node) {
   if (node.nodeType !== Node.ELEMENT_NODE || node.tagName === "title") return node.cloneNode(true);
   const looks = getComputedStyle(node);
@@ -43,7 +55,10 @@ async function png({ text, width, height }) {
   const image = new Image();
   image.src = `data:image/svg+xml,${encodeURIComponent(text)}`;
   await image.decode();
-  const canvas = html("canvas", { width: PIXELS * Math.ceil(width), height: PIXELS * Math.ceil(height) });
+  const canvas = html("canvas", {
+    width: PIXELS * Math.ceil(width),
+    height: PIXELS * Math.ceil(height),
+  });
   const context = canvas.getContext("2d");
   context.fillStyle = "white";
   context.fillRect(0, 0, canvas.width, canvas.height);
@@ -88,28 +103,39 @@ export async function copy(button, content, place) {
 export const literal = (value) => `'${String(value).replaceAll("'", "''")}'`;
 
 // The SQL of numbers by head.
-export const summaries = (columns, where) => `SELECT ${columns.join(", ")}\nFROM head_summaries\nWHERE ${where}`;
+export const summaries = (columns, where) =>
+  `SELECT ${columns.join(", ")}\nFROM head_summaries\nWHERE ${where}`;
 
 // A folded part of a card. `plot` is where the figure is; `columns` and `rows` are its numbers.
 // Whatever may change is a function. `askSql`, if there is one, takes the query to be asked.
 export function behind({ sql, columns, rows, name, plot, askSql }) {
   const now = (value) => (typeof value === "function" ? value() : value);
   const place = html("pre", { tabindex: 0 });
-  const button = (text, onclick, attributes = {}) => html("button", { type: "button", onclick, ...attributes }, text);
+  const button = (text, onclick, attributes = {}) =>
+    html("button", { type: "button", onclick, ...attributes }, text);
   const show = () => (place.textContent = now(sql));
   const buttons = [button("Copy SQL", (event) => copy(event.target, now(sql), place))];
   if (askSql) buttons.push(button("Ask it", () => askSql(now(sql))));
   if (rows) {
-    const save = () => download(`${now(name)}.csv`, new Blob([csv(now(columns), rows())], { type: "text/csv" }));
+    const save = () =>
+      download(`${now(name)}.csv`, new Blob([csv(now(columns), rows())], { type: "text/csv" }));
     buttons.push(button("Download CSV", save, { "data-csv": "" }));
   }
-  const kinds = plot ? { svg: (drawn) => new Blob([drawn.text], { type: "image/svg+xml" }), png } : {};
+  const kinds = plot
+    ? { svg: (drawn) => new Blob([drawn.text], { type: "image/svg+xml" }), png }
+    : {};
   for (const [kind, content] of Object.entries(kinds)) {
     const save = async () => download(`${now(name)}.${kind}`, await content(picture(plot)));
     buttons.push(button(kind.toUpperCase(), save, { "data-picture": kind }));
   }
   const pictures = plot ? "SQL, data, picture" : rows ? "SQL, data" : "SQL";
-  const details = html("details", { class: "behind", ontoggle: show }, html("summary", {}, pictures), place, ...buttons);
+  const details = html(
+    "details",
+    { class: "behind", ontoggle: show },
+    html("summary", {}, pictures),
+    place,
+    ...buttons,
+  );
   if (typeof sql === "string") show();
   return details;
 }

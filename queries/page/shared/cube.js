@@ -5,7 +5,8 @@ const DRAWN_BINS = BINS / 2;
 
 // `from[k] + ... + from[k * n]` in place, so that every range is the difference of two places.
 function accumulate(array, start, blockLength) {
-  for (let i = start + blockLength; i < start + BINS * blockLength; i++) array[i] += array[i - blockLength];
+  for (let i = start + blockLength; i < start + BINS * blockLength; i++)
+    array[i] += array[i - blockLength];
 }
 
 function sumOver(array, start, blockLength, [first, last], i) {
@@ -36,7 +37,8 @@ export class Cube {
   histogram(statistic, range) {
     const start = this.statistics.indexOf(statistic) * BINS * DRAWN_BINS;
     const counts = new Uint32Array(DRAWN_BINS);
-    for (let i = 0; i < DRAWN_BINS; i++) counts[i] = sumOver(this.counts, start, DRAWN_BINS, range, i);
+    for (let i = 0; i < DRAWN_BINS; i++)
+      counts[i] = sumOver(this.counts, start, DRAWN_BINS, range, i);
     return counts;
   }
 

@@ -46,18 +46,29 @@ function axisOf(edges) {
   const last = edges.length - 1;
   const ends = edges.map((edge, i) => edge ?? (i ? Infinity : -Infinity)); // JSON has no infinity.
   const width = (ends[last] - ends[0]) / last;
-  const isEven = ends.every((edge, i) => Math.abs(edge - ends[0] - i * width) <= 2e-3 * Math.abs(width));
+  const isEven = ends.every(
+    (edge, i) => Math.abs(edge - ends[0] - i * width) <= 2e-3 * Math.abs(width),
+  );
   if (isEven) {
     const place = (x) => (x - ends[0]) / (ends[last] - ends[0]);
-    return { place, ends: [ends[0], ends[last]], ticks: roundTicks(ends[0], ends[last], 6).map((x) => [place(x), x]) };
+    return {
+      place,
+      ends: [ends[0], ends[last]],
+      ticks: roundTicks(ends[0], ends[last], 6).map((x) => [place(x), x]),
+    };
   }
   const place = (x) => {
-    const bin = Math.min(last - 1, ends.findLastIndex((edge) => edge <= x));
+    const bin = Math.min(
+      last - 1,
+      ends.findLastIndex((edge) => edge <= x),
+    );
     const [low, high] = [ends[bin], ends[bin + 1]];
     const share = Number.isFinite(low) && Number.isFinite(high) ? (x - low) / (high - low) : 0.5;
     return bin < 0 ? -1 : (bin + share) / last;
   };
-  const ticks = ends.map((edge, i) => [i / last, edge]).filter((_, i) => everyOther(ends.length, 6)(i));
+  const ticks = ends
+    .map((edge, i) => [i / last, edge])
+    .filter((_, i) => everyOther(ends.length, 6)(i));
   return { place, ends: [ends[0], ends[last]], ticks };
 }
 
@@ -72,13 +83,39 @@ export function histogram(name, meaning, listeners) {
   const band = svg("rect", { class: "band", y: TOP - 4, height: BOTTOM - TOP + 4 });
   const ticks = svg("g", { "aria-hidden": "true" });
   const marks = svg("g");
-  const handles = (listeners ? ["from", "to"] : []).map((end) => svg("g", { class: "handle", role: "slider", tabindex: 0, "aria-label": `${name}, ${end}` },
-    svg("rect", { class: "grip", x: -4, y: TOP + 24, width: 8, height: 34, rx: 3 })));
-  const looks = listeners ? { class: "figure brushed", role: "group" } : { class: "figure histogram-figure", role: "img" };
-  const figure = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "data-hist": name, "aria-label": `Distribution of ${name}`, ...looks },
-    svg("title"), all, ghost, own, svg("line", { x1: LEFT, x2: RIGHT, y1: BOTTOM, y2: BOTTOM, class: "axis" }), ticks, marks,
-    listeners ? [band, handles].flat() : []);
-  const element = html("div", { class: "histogram" }, html("div", { class: "name" }, title, says), figure);
+  const handles = (listeners ? ["from", "to"] : []).map((end) =>
+    svg(
+      "g",
+      { class: "handle", role: "slider", tabindex: 0, "aria-label": `${name}, ${end}` },
+      svg("rect", { class: "grip", x: -4, y: TOP + 24, width: 8, height: 34, rx: 3 }),
+    ),
+  );
+  const looks = listeners
+    ? { class: "figure brushed", role: "group" }
+    : { class: "figure histogram-figure", role: "img" };
+  const figure = svg(
+    "svg",
+    {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      "data-hist": name,
+      "aria-label": `Distribution of ${name}`,
+      ...looks,
+    },
+    svg("title"),
+    all,
+    ghost,
+    own,
+    svg("line", { x1: LEFT, x2: RIGHT, y1: BOTTOM, y2: BOTTOM, class: "axis" }),
+    ticks,
+    marks,
+    listeners ? [band, handles].flat() : [],
+  );
+  const element = html(
+    "div",
+    { class: "histogram" },
+    html("div", { class: "name" }, title, says),
+    figure,
+  );
   let axis = axisOf([0, 1]);
   let range = null;
   let frame = 0;
@@ -92,8 +129,18 @@ export function histogram(name, meaning, listeners) {
     set(band, { x: from, width: to - from });
     element.classList.toggle("picked", range !== null);
     says.textContent = range ? inWords(range, axis.ends) : "";
-    const value = { "aria-valuemin": 0, "aria-valuemax": BINS, "aria-valuetext": inWords(ends(), axis.ends) };
-    handles.forEach((handle, i) => set(handle, { ...value, transform: `translate(${i ? to : from} 0)`, "aria-valuenow": i ? last + 1 : first }));
+    const value = {
+      "aria-valuemin": 0,
+      "aria-valuemax": BINS,
+      "aria-valuetext": inWords(ends(), axis.ends),
+    };
+    handles.forEach((handle, i) =>
+      set(handle, {
+        ...value,
+        transform: `translate(${i ? to : from} 0)`,
+        "aria-valuenow": i ? last + 1 : first,
+      }),
+    );
   }
   function pick(bins) {
     range = bins && (bins[0] > 0 || bins[1] < BINS - 1) ? bins : null;
@@ -116,7 +163,9 @@ export function histogram(name, meaning, listeners) {
       const x = ((event.clientX - box.left) / box.width) * WIDTH;
       return Math.min(1, Math.max(0, (x - LEFT) / (RIGHT - LEFT)));
     };
-    figure.addEventListener("pointerenter", (event) => { if (!event.buttons) listeners.enter(); });
+    figure.addEventListener("pointerenter", (event) => {
+      if (!event.buttons) listeners.enter();
+    });
     figure.addEventListener("pointerdown", (event) => {
       if (event.button !== 0) return;
       event.preventDefault();
@@ -127,7 +176,8 @@ export function histogram(name, meaning, listeners) {
       const near = (edge) => range && Math.abs(xOf(at) - xOf(edge)) < GRIP;
       if (near(first / BINS)) drag = { fixed: (last + 1) / BINS };
       else if (near((last + 1) / BINS)) drag = { fixed: first / BINS };
-      else if (range && at > first / BINS && at < (last + 1) / BINS) drag = { held: at, first, last };
+      else if (range && at > first / BINS && at < (last + 1) / BINS)
+        drag = { held: at, first, last };
       else drag = { fixed: at, isNew: true };
     });
     figure.addEventListener("pointermove", (event) => {
@@ -157,7 +207,16 @@ export function histogram(name, meaning, listeners) {
         const step = event.shiftKey ? 8 : 1;
         const [first, last] = ends();
         const edges = [first, last + 1];
-        const moves = { ArrowLeft: -step, ArrowDown: -step, ArrowRight: step, ArrowUp: step, PageDown: -8, PageUp: 8, Home: -BINS, End: BINS };
+        const moves = {
+          ArrowLeft: -step,
+          ArrowDown: -step,
+          ArrowRight: step,
+          ArrowUp: step,
+          PageDown: -8,
+          PageUp: 8,
+          Home: -BINS,
+          End: BINS,
+        };
         if (event.key === "Escape") pick(null);
         else if (event.key in moves) {
           const limits = i ? [first + 1, BINS] : [0, last];
@@ -176,34 +235,55 @@ export function histogram(name, meaning, listeners) {
     // `edges` are those of all bins, or the two ends.
     setAxis(edges) {
       axis = axisOf(edges);
-      ticks.replaceChildren(...axis.ticks.map(([share, value]) => {
-        const x = xOf(share);
-        const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
-        return svg("text", { x, y: HEIGHT - 6, "text-anchor": anchor }, number(Number(value.toPrecision(3))));
-      }));
+      ticks.replaceChildren(
+        ...axis.ticks.map(([share, value]) => {
+          const x = xOf(share);
+          const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
+          return svg(
+            "text",
+            { x, y: HEIGHT - 6, "text-anchor": anchor },
+            number(Number(value.toPrecision(3))),
+          );
+        }),
+      );
       marks.replaceChildren();
       show();
     },
     // Values with a name: `{x, name}`.
     mark(shown) {
-      const inside = shown.filter(({ x }) => !isUndefined(x) && axis.place(x) >= 0 && axis.place(x) <= 1);
-      marks.replaceChildren(...inside.map(({ x, name: mark, kind }) => {
-        const at = xOf(axis.place(x));
-        return titled(svg("line", { x1: at, x2: at, y1: TOP, y2: BOTTOM, class: `mark ${kind ?? ""}` }), `${mark}: ${number(x)}`);
-      }));
+      const inside = shown.filter(
+        ({ x }) => !isUndefined(x) && axis.place(x) >= 0 && axis.place(x) <= 1,
+      );
+      marks.replaceChildren(
+        ...inside.map(({ x, name: mark, kind }) => {
+          const at = xOf(axis.place(x));
+          return titled(
+            svg("line", { x1: at, x2: at, y1: TOP, y2: BOTTOM, class: `mark ${kind ?? ""}` }),
+            `${mark}: ${number(x)}`,
+          );
+        }),
+      );
     },
-    setRange(bins) { range = bins; show(); },
-    drawAll(counts) { all.setAttribute("d", steps(counts, Math.max(...counts))); },
+    setRange(bins) {
+      range = bins;
+      show();
+    },
+    drawAll(counts) {
+      all.setAttribute("d", steps(counts, Math.max(...counts)));
+    },
     // The head without any brush. What it shows stays behind what brushes leave.
     drawBefore(counts) {
       before = counts;
       ghost.setAttribute("d", steps(counts, Math.max(...counts)));
       element.drawOwn(counts);
     },
-    drawUnbrushed() { if (before) element.drawOwn(before); },
+    drawUnbrushed() {
+      if (before) element.drawOwn(before);
+    },
     drawOwn(counts) {
       own.setAttribute("d", steps(counts, Math.max(...(before ?? counts))));
-      figure.firstChild.textContent = `${name}: ${number(sum(counts))} of ${number(sum(before ?? counts))} values`;
+      figure.firstChild.textContent =
+        `${name}: ${number(sum(counts))} of ${number(sum(before ?? counts))} ` + "values";
       figure.dataset.count = sum(counts);
     },
   });

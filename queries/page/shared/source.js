@@ -6,7 +6,17 @@ const report = document.getElementById("data") ? await pageData() : null;
 // Whether a server answers. It can count again under a brush, and answer SQL.
 export const isLive = !report;
 
-const NUMBERS = ["mean", "standard_error", "minimum", "maximum", "degrees_of_freedom", "count", "documents", "undefined", "percentile"];
+const NUMBERS = [
+  "mean",
+  "standard_error",
+  "minimum",
+  "maximum",
+  "degrees_of_freedom",
+  "count",
+  "documents",
+  "undefined",
+  "percentile",
+];
 const STORED_TOKEN = "headcount-token";
 let offered = null;
 let open = 0;
@@ -14,9 +24,9 @@ let sent = 0;
 
 export const isWaiting = () => open > 0;
 
-// The token comes in the fragment, which no browser sends, and leaves it at once: `hash` stands there
-// instead. Once the server has taken it, it is kept for this host and port, so that a bookmark opens
-// in any tab. A cookie would go to every port of the host.
+// The token comes in the fragment, which no browser sends, and leaves it at once: `hash` stands
+// there instead. Once the server has taken it, it is kept for this host and port, so that a
+// bookmark opens in any tab. A cookie would go to every port of the host.
 export function takeToken(hash = "") {
   if (report || !/^#[\w-]{20,}$/.test(location.hash)) return false;
   offered = location.hash.slice(1);
@@ -26,9 +36,9 @@ export function takeToken(hash = "") {
 
 // An answer to a query. One that says no is an Error with one line.
 //
-// heatmap: `values`, the NUMBERS of each statistic by head. card: `rows`, those of a head by statistic.
-// histograms: `histograms`, edges and counts by statistic. curves, subsets, extremes: `rows`.
-// effects: `effects`, `parts`.
+// heatmap: `values`, the NUMBERS of each statistic by head. card: `rows`, those of a head by
+// statistic. histograms: `histograms`, edges and counts by statistic. curves, subsets, extremes:
+// `rows`. effects: `effects`, `parts`.
 export async function answerTo(query, signal) {
   if (report) return embedded[query.kind]?.(query) ?? {};
   // The card of a head is the numbers of all heads, of which only one is asked for.
@@ -38,7 +48,8 @@ export async function answerTo(query, signal) {
 
 // ---- From the report. Its lists are in the order of layers and heads.
 
-const sectionOf = ({ run_id, intervention }) => report.sections[`${run_id}/${intervention}`] ?? { values: {} };
+const sectionOf = ({ run_id, intervention }) =>
+  report.sections[`${run_id}/${intervention}`] ?? { values: {} };
 const placeOf = (section, { layer, head }) => layer * section.n_heads + head;
 
 // Every statistic of one head.
@@ -58,8 +69,12 @@ function histogramOf(values, at) {
   const { edges } = values;
   const [first, size, ...counts] = bins;
   const last = Array.isArray(edges) ? edges.length - 1 : edges.bins;
-  const edge = (i) => (Array.isArray(edges) ? edges[i] : edges.low + (i / edges.bins) * (edges.high - edges.low));
-  return { edges: [...counts, 0].map((_, group) => edge(Math.min(last, first + size * group))), counts };
+  const edge = (i) =>
+    Array.isArray(edges) ? edges[i] : edges.low + (i / edges.bins) * (edges.high - edges.low);
+  return {
+    edges: [...counts, 0].map((_, group) => edge(Math.min(last, first + size * group))),
+    counts,
+  };
 }
 
 const embedded = {
@@ -67,7 +82,13 @@ const embedded = {
   heatmap({ scope, changes }) {
     const { values } = sectionOf(scope);
     if (!changes) return { values };
-    return { values: Object.fromEntries(Object.entries(values).map(([name, one]) => [name, one.changes]).filter(([, one]) => one)) };
+    return {
+      values: Object.fromEntries(
+        Object.entries(values)
+          .map(([name, one]) => [name, one.changes])
+          .filter(([, one]) => one),
+      ),
+    };
   },
   card({ scope, head }) {
     const section = sectionOf(scope);
@@ -75,14 +96,23 @@ const embedded = {
   },
   histograms({ scope, head, statistics }) {
     const section = sectionOf(scope);
-    return { histograms: Object.fromEntries(statistics.map((name) => [name, histogramOf(section.values[name], placeOf(section, head))])) };
+    return {
+      histograms: Object.fromEntries(
+        statistics.map((name) => [name, histogramOf(section.values[name], placeOf(section, head))]),
+      ),
+    };
   },
   subsets({ scope, head, statistic }) {
     const section = sectionOf(scope);
     const at = placeOf(section, head);
-    const own = (means) => Object.fromEntries(Object.entries(means).map(([name, numbers]) => [name, numbers[at]]));
-    const rows = Object.entries(section.values[statistic]?.subsets ?? {}).map(([subset, means]) => ({ subset, ...own(means) }));
-    return { rows: rows.filter((row) => row.mean !== null).sort((one, other) => other.mean - one.mean) };
+    const own = (means) =>
+      Object.fromEntries(Object.entries(means).map(([name, numbers]) => [name, numbers[at]]));
+    const rows = Object.entries(section.values[statistic]?.subsets ?? {}).map(
+      ([subset, means]) => ({ subset, ...own(means) }),
+    );
+    return {
+      rows: rows.filter((row) => row.mean !== null).sort((one, other) => other.mean - one.mean),
+    };
   },
   curves({ scope, head }) {
     const section = sectionOf(scope);
@@ -91,13 +121,21 @@ const embedded = {
       const own = (list) => list.slice(start, start + curve.indices.length);
       return { ...curve, values: own(curve.values), standard_errors: own(curve.standard_errors) };
     };
-    return { rows: section.curves.map(ofHead).filter((curve) => curve.values.some((value) => value !== null)) };
+    return {
+      rows: section.curves
+        .map(ofHead)
+        .filter((curve) => curve.values.some((value) => value !== null)),
+    };
   },
   effects: ({ scope }) => sectionOf(scope).effects ?? { effects: [], parts: [] },
   extremes({ scope, head, statistic, lowest }) {
     const { examples } = sectionOf(scope);
-    const rows = examples?.[lowest ? "least" : "most"][statistic]?.[`L${head.layer}H${head.head}`] ?? [];
-    return { rows: rows.map((row) => ({ ...row, tokens: examples.texts[row.text] })), note: examples?.note };
+    const rows =
+      examples?.[lowest ? "least" : "most"][statistic]?.[`L${head.layer}H${head.head}`] ?? [];
+    return {
+      rows: rows.map((row) => ({ ...row, tokens: examples.texts[row.text] })),
+      note: examples?.note,
+    };
   },
 };
 
@@ -120,17 +158,23 @@ function unpacked(body) {
 
 // Arrays of several statistics, by their names.
 function inNames(query, answer) {
-  const part = (array, names, i) => array.subarray((i * array.length) / names.length, ((i + 1) * array.length) / names.length);
+  const part = (array, names, i) =>
+    array.subarray((i * array.length) / names.length, ((i + 1) * array.length) / names.length);
   if (query.kind === "heatmap" || query.kind === "card") {
     const { statistics, uniform_baseline: baselines } = answer;
     const numbers = (name, i) => ({
       uniform_baseline: baselines[name] ?? null,
-      ...Object.fromEntries(NUMBERS.map((number, j) => [number, part(answer.arrays[j], statistics, i)])),
+      ...Object.fromEntries(
+        NUMBERS.map((number, j) => [number, part(answer.arrays[j], statistics, i)]),
+      ),
     });
     answer.values = Object.fromEntries(statistics.map((name, i) => [name, numbers(name, i)]));
     answer.rows = cardRows(answer.values, 0);
   } else if (query.kind === "histograms") {
-    const own = (name, i) => [name, { edges: answer.axes[name], counts: part(answer.arrays[0], query.statistics, i) }];
+    const own = (name, i) => [
+      name,
+      { edges: answer.axes[name], counts: part(answer.arrays[0], query.statistics, i) },
+    ];
     answer.histograms = Object.fromEntries(query.statistics.map(own));
   }
   return answer;
@@ -155,12 +199,14 @@ async function ask(query, signal) {
       body: JSON.stringify(query),
     });
     document.body.classList.toggle("locked", response.status === 401);
-    if (response.status === 401) offered = null; // A wrong one does not replace the one that is kept.
+    if (response.status === 401)
+      offered = null; // A wrong one does not replace the one that is kept.
     else if (token === offered) localStorage.setItem(STORED_TOKEN, offered);
     if (!response.ok) throw new Error((await response.json()).error);
     return unpacked(await response.arrayBuffer());
   } catch (error) {
-    if (error instanceof TypeError) throw new Error("the explorer does not answer: it may have ended");
+    if (error instanceof TypeError)
+      throw new Error("the explorer does not answer: it may have ended");
     throw error;
   } finally {
     count(-1);

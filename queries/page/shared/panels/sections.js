@@ -1,0 +1,148 @@
+// Small multiples: the same statistic in other runs, and all statistics of this one.
+import { aboutHeads, mayAskForAll } from "../asking.js";
+import { behind, literal, summaries } from "../behind.js";
+import { button } from "../card.js";
+import { breakable, html, number } from "../draw.js";
+import { comparison, differenceLooks, groups, kindOf, rangeOf, ranked } from "../numbers.js";
+import {
+  by,
+  choose,
+  chosen,
+  facts,
+  labelAt,
+  scope,
+  sectionName,
+  sections,
+  state,
+  turns,
+} from "../state.js";
+import { headMap } from "./heatmap.js";
+import { showPicked } from "./scatter.js";
+import { offer } from "./sql.js";
+
+const MOST_SECTIONS = 24;
+
+export async function showSections(turn) {
+  const statistic = chosen.statistic;
+  const measured = sections().filter((one) =>
+    state.overview.runs.find(({ run_id }) => run_id === one.run_id).statistics.includes(statistic),
+  );
+  const shown = measured.slice(0, MOST_SECTIONS);
+  by("sections-card").hidden = shown.length < 2 || !mayAskForAll();
+  if (by("sections-card").hidden) return;
+  const means = [];
+  for (const one of shown) {
+    means.push(
+      (await aboutHeads({ ...scope(), subset: null, layers: null, ...one }, statistic))?.values[
+        statistic
+      ]?.mean,
+    );
+    if (turn !== turns.all) return;
+  }
+  const looks = rangeOf(
+    statistic,
+    means.flatMap((list) => [...(list ?? [])]),
+  );
+  const ofAll = measured.length > shown.length ? ` of ${number(measured.length)}` : "";
+  by("sections-name").textContent =
+    `${statistic} in ${number(shown.length)}${ofAll} runs and interventions`;
+  const small = (one, i) => {
+    const show = () => choose({ run_id: one.run_id, intervention: one.intervention, other: null });
+    const isChosen = one.run_id === chosen.run_id && one.intervention === chosen.intervention;
+    const { model } = state.overview.runs.find(({ run_id }) => run_id === one.run_id);
+    const name = button(breakable(sectionName(one)), show, {
+      title: model,
+      "aria-pressed": String(isChosen),
+    });
+    const options = {
+      ...looks,
+      width: 190,
+      isSmall: true,
+      chosen: null,
+      title: `${statistic} in ${sectionName(one)}`,
+    };
+    return (
+      means[i] &&
+      html(
+        "figure",
+        { "data-section": sectionName(one) },
+        html("figcaption", {}, name),
+        headMap(means[i], options),
+      )
+    );
+  };
+  by("sections").replaceChildren(...shown.map(small).filter(Boolean));
+}
+
+export async function showMaps() {
+  if (!by("maps-card").open || !mayAskForAll()) return;
+  const turn = turns.all;
+  const cards = groups(
+    state.run.statistics.filter(
+      (name) => state.numbers[name] && kindOf(state.numbers[name]) === "heads",
+    ),
+  );
+  const choice = (name) =>
+    button(breakable(name), () => choose({ statistic: name }), { title: facts(name).meaning });
+  const drawn = [];
+  for (const [name, ...alike] of cards) {
+    const difference = chosen.other && (await comparison(name));
+    if (turn !== turns.all) return;
+    const looks = difference
+      ? differenceLooks(difference, state.numbers[name].mean)
+      : rangeOf(name, state.numbers[name].mean);
+    const [first] = ranked(name);
+    const figure = headMap((difference ?? state.numbers[name]).mean, {
+      ...looks,
+      width: 190,
+      isSmall: true,
+      title: `${difference ? "Difference of " : ""}${name}`,
+    });
+    state.map?.figures.push(figure);
+    drawn.push(
+      html(
+        "figure",
+        { "data-map": name },
+        html("figcaption", {}, choice(name)),
+        figure,
+        html(
+          "p",
+          { class: "note" },
+          first ? `most: ${labelAt(first.i)}, ${number(first.mean)}` : "",
+        ),
+        html(
+          "details",
+          {},
+          html("summary", {}, "Definition"),
+          html("p", {}, facts(name).meaning),
+          facts(name).formula ? html("code", {}, facts(name).formula) : "",
+        ),
+        ...(alike.length
+          ? [
+              html(
+                "details",
+                { class: "alike" },
+                html("summary", {}, `${alike.length} alike`),
+                ...alike.map((one) => html("div", {}, choice(one))),
+              ),
+            ]
+          : []),
+      ),
+    );
+  }
+  by("maps").replaceChildren(...drawn);
+  showPicked();
+}
+
+export function beginSections() {
+  by("maps-card").ontoggle = showMaps;
+  const columns = ["run_id", "intervention", "layer", "head", "mean"];
+  by("sections-card").append(
+    behind({
+      askSql: offer,
+      plot: by("sections"),
+      name: () => `${chosen.statistic}-runs`,
+      sql: () => summaries(columns, `statistic = ${literal(chosen.statistic)}`),
+    }),
+  );
+}

@@ -1,0 +1,123 @@
+// Sequences in which the chosen head is highest or lowest, and where the tokens of one look.
+import { tryToAsk } from "../asking.js";
+import { behind } from "../behind.js";
+import { attentionText, button, excerptList, markedText, tokenText } from "../card.js";
+import { html, number } from "../draw.js";
+import { whereHead } from "../numbers.js";
+import { isLive } from "../source.js";
+import { brushList, by, choose, chosen, head, label, scope, state, turns } from "../state.js";
+import { offer } from "./sql.js";
+
+const SNIPPET_TOKENS = 48;
+
+export async function showExtremes() {
+  if (!chosen.head) return;
+  const turn = ++turns.extremes;
+  const { statistic, lowest } = chosen;
+  const others = chosen.shown.filter((name) => name !== statistic).slice(0, 3);
+  const query = {
+    kind: "extremes",
+    scope: scope(),
+    head: head(),
+    statistic,
+    statistics: [statistic, ...others],
+    brushes: brushList(),
+    lowest,
+  };
+  const answer = await tryToAsk(query);
+  if (!answer || turn !== turns.extremes) return;
+  state.sql.extremes =
+    answer.sql?.join("\n") ??
+    `SELECT sequence, "${statistic}", pile_set_name, tokens
+FROM heads
+JOIN sequences USING (run_id, intervention, sequence)
+WHERE heads.${whereHead()}
+ORDER BY "${statistic}" ${lowest ? "" : "DESC"}
+LIMIT 3`;
+  by("extremes-card").hidden = !isLive && !answer.rows.length;
+  by("extremes-name").textContent =
+    `Where ${label(chosen.head)} has the ${lowest ? "lowest" : "highest"} ` +
+    `${statistic}${chosen.brushes.size ? ", within the brushes" : ""}`;
+  by("text-note").textContent = [markedText(answer.rows), answer.note].filter(Boolean).join(" ");
+  const onSequence = isLive && ((sequence) => choose({ sequence }));
+  const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], onSequence });
+  by("extremes").replaceChildren(
+    answer.rows.length ? list : html("p", { class: "note" }, "No sequence."),
+  );
+  if (!isLive || !answer.rows.length) return;
+  const texts = await tryToAsk({
+    kind: "texts",
+    scope: scope(),
+    sequences: answer.rows.map((row) => row.sequence),
+    statistic,
+    first: SNIPPET_TOKENS,
+  });
+  if (!texts || turn !== turns.extremes) return;
+  by("text-note").textContent = [markedText(texts.rows), texts.note].filter(Boolean).join(" ");
+  for (const row of texts.rows)
+    by("extremes")
+      .querySelector(`[data-text="${row.sequence}"]`)
+      ?.replaceChildren(...tokenText({ ...row, length: row.n_tokens }));
+}
+
+// A stored sequence, token by token: where each looks in the chosen head.
+export async function showAttention(start) {
+  const { sequence, statistic } = chosen;
+  by("sequence").value = sequence ?? "";
+  by("attention").hidden = sequence === null || !isLive;
+  const query = {
+    kind: "attention",
+    scope: scope(),
+    head: head(),
+    sequence,
+    statistic,
+    ...(start !== undefined && { start }),
+  };
+  const key = JSON.stringify(query);
+  // The same tokens stay, and with them the one that is chosen.
+  if (by("attention").hidden || by("attention").dataset.shown === key) return;
+  by("attention").dataset.shown = key;
+  const title = html(
+    "h4",
+    {},
+    `Where the tokens of sequence ${number(sequence)} look in ${label(chosen.head)}`,
+  );
+  by("attention").replaceChildren(
+    title,
+    html("p", { class: "note" }, "The model of the run reads it …"),
+  );
+  const answer = await tryToAsk(query);
+  if (by("attention").dataset.shown !== key) return;
+  if (!answer) {
+    // A model that loads longer than a query may take is there the next time.
+    by("attention").removeAttribute("data-shown");
+    return void by("attention").lastChild.replaceChildren(
+      `${by("trouble").textContent} `,
+      button("Ask again", () => showAttention(start)),
+    );
+  }
+  const hint =
+    "Point at a token, or walk with the arrow keys: grounds show where it " +
+    "looks. A click or Enter holds it.";
+  const note = html(
+    "p",
+    { class: "note" },
+    [answer.why ?? hint, answer.note].filter(Boolean).join(" "),
+  );
+  by("attention").replaceChildren(title, note, ...attentionText(answer, showAttention));
+}
+
+export function beginSequences() {
+  for (const input of document.getElementsByName("end")) {
+    input.onchange = () => choose({ lowest: input.value === "lowest" });
+  }
+  by("sequence").onchange = ({ target: { value } }) =>
+    choose({ sequence: value === "" ? null : Math.max(0, Math.floor(value)) });
+  by("extremes-card").append(
+    behind({
+      askSql: offer,
+      sql: () => state.sql.extremes,
+      name: () => `${label(chosen.head)}-sequences`,
+    }),
+  );
+}
