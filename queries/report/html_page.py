@@ -23,8 +23,8 @@ STATE = (
     "source.js", "cube.js", "significance.js", "state.js", "asking.js", "address.js", "numbers.js",
 )  # fmt: skip
 PANELS = (
-    "sql", "heatmap", "scatter", "sequences", "histograms", "effects", "head", "menus", "more",
-    "sections",
+    "sql", "heatmap", "heads", "scatter", "sequences", "histograms", "effects", "head", "menus",
+    "more", "sections",
 )  # fmt: skip
 REPORT = (*CARD, *STATE, *(f"panels/{panel}.js" for panel in PANELS), "page.js")
 """Modules of `queries/page`, each after those that it imports."""

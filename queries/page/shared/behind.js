@@ -23,6 +23,8 @@ function plain(node) {
   if (node.nodeType !== Node.ELEMENT_NODE || node.tagName === "title") return node.cloneNode(true);
   const looks = getComputedStyle(node);
   if (looks.display === "none" || looks.opacity === "0") return "";
+  // What is chosen on the page is no part of the picture.
+  if (node.classList.contains("chosen") || node.classList.contains("picked-range")) return "";
   const copy = node.cloneNode(false);
   for (const name of ["class", "style", "tabindex"]) copy.removeAttribute(name);
   for (const name of KEPT) copy.setAttribute(name, looks.getPropertyValue(name));
@@ -40,7 +42,10 @@ export function picture(place) {
     const title = svg("text", { x: 4, y: 15, "font-size": 12, fill: "#1b2127" });
     title.textContent = figure.getAttribute("aria-label");
     const drawn = svg("g", { transform: `translate(0 ${TITLE})` });
+    const chosen = [...figure.querySelectorAll(".on")];
+    for (const mark of chosen) mark.classList.remove("on");
     drawn.append(...plain(figure).childNodes);
+    for (const mark of chosen) mark.classList.add("on");
     whole.append(svg("g", { transform: `translate(0 ${size.height})` }, title, drawn));
     figure.style.colorScheme = "";
     size.width = Math.max(size.width, width);

@@ -1,6 +1,6 @@
 // The parts of the card of one head, and the card as a page of its own.
 import { behind, literal, summaries } from "./behind.js";
-import { bars, breakable, html, isUndefined, lines, number, tokens } from "./draw.js";
+import { bars, breakable, html, isUndefined, lines, number, smallText, tokens } from "./draw.js";
 import { histogram } from "./histogram.js";
 
 // A value and its standard error, of which two digits say all that it knows, and one if it is tiny.
@@ -104,7 +104,7 @@ export function effectsTable(rows, first, nameOf, caption) {
   const cells = (row) => [
     nameOf(row),
     plusMinus(row.effect, row.standard_error),
-    number(row.q),
+    smallText(row.q),
     plusMinus(row.direct, row.direct_error),
     number(row.indirect),
   ];
@@ -169,14 +169,14 @@ export const marksOf = (row) => [
   { x: row?.uniform_baseline, name: "uniform baseline", kind: "baseline" },
 ];
 
-// The mean of a statistic in each subset of the Pile.
+// The mean of a statistic in each subset of the corpus.
 export function subsetBars(rows, statistic, baseline) {
   return bars({
     names: rows.map((row) => `${row.subset ?? "no subset"} (${row.count})`),
     values: rows.map((row) => row.mean),
     errors: rows.map((row) => row.standard_error),
     reference: { x: baseline, name: "uniform baseline" },
-    title: `${statistic} by subset of the Pile`,
+    title: `${statistic} by subset`,
   });
 }
 
@@ -241,9 +241,12 @@ export function tokenText({ tokens: strings, marked, weights, start = 0, length,
   const cut = (words) => html("span", { class: "cut" }, words);
   const missing = length - start - strings.length;
   const names = strings.map((_, i) => `token ${start + i}`);
+  // Without a tokenizer there are numbers, which would run together.
+  const areNumbers = strings.every((string) => /^\d+$/.test(string));
+  const shown = areNumbers ? strings.map((string) => `${string} `) : strings;
   return [
     start > 0 ? cut("… ") : null,
-    tokens(strings, { marked, weights, names, look }),
+    tokens(shown, { marked, weights, names, look }),
     missing > 0 ? cut(` … ${number(missing)} more tokens`) : null,
   ].filter(Boolean);
 }
@@ -302,8 +305,8 @@ export function attentionText({ rows: [row], arrays: [weights, outside, received
 export function excerptList(rows, { statistic, others = [], onSequence }) {
   const item = (row) => {
     const name = `sequence ${number(row.sequence)}`;
-    const title =
-      "Where its tokens " + `look${row.file ? `. It is from ${row.file}, row ${row.row}` : ""}`;
+    const origin = row.file ? `. It is from ${row.file}, row ${row.row}` : "";
+    const title = `Where its tokens look${origin}`;
     const heading = html(
       "p",
       { class: "note" },
@@ -392,10 +395,7 @@ export function drawCard(card, chosen, onStatistic) {
     }
     const subsets = card.subsets[one.name] ?? [];
     if (subsets.length)
-      parts.push(
-        html("h4", {}, "By subset of the Pile"),
-        subsetBars(subsets, one.name, one.uniform_baseline),
-      );
+      parts.push(html("h4", {}, "By subset"), subsetBars(subsets, one.name, one.uniform_baseline));
     for (const [group, title] of [
       ["most", "largest"],
       ["least", "smallest"],

@@ -6,6 +6,7 @@
 import { diverging, inkOn, sequential, seriesColour } from "./colours.js";
 
 const SVG = "http://www.w3.org/2000/svg";
+const SMALLEST = 1e-12;
 
 export const isUndefined = (value) => value === null || value === undefined || Number.isNaN(value);
 
@@ -44,6 +45,10 @@ export function number(x) {
 }
 
 // A number of an axis: short, because its neighbours say the rest.
+// A number below which none says more.
+export const smallText = (x) =>
+  !isUndefined(x) && x > 0 && x < SMALLEST ? `< ${SMALLEST}` : number(x);
+
 function tickText(x) {
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
@@ -107,6 +112,7 @@ export function everyOther(count, most) {
 }
 
 const STRIPES = 32; // Of a legend.
+const KEY_WIDTH = 120;
 
 // A colour for each value of a range: a function.
 export function colourOf([low, high], scale) {
@@ -554,6 +560,7 @@ export function scatter(options) {
     onPick,
     width = 420,
     height = 320,
+    key,
   } = options;
   const shown = options.points.filter((point) => !isUndefined(point.x) && !isUndefined(point.y));
   const endsOf = (values) => {
@@ -564,13 +571,21 @@ export function scatter(options) {
   };
   const xRange = options.xRange ?? endsOf(shown.map((point) => point.x));
   const yRange = options.yRange ?? endsOf(shown.map((point) => point.y));
+  // The key of the colours lies below the names of the axis.
+  const below = key ? 40 : 0;
   const box = frame({ width, height, xRange, yRange, xName, yName });
   const figure = canvas(
     width,
-    height,
+    height + below,
     { role: "group", "aria-label": title, tabindex: onPick ? 0 : null },
     box.group,
   );
+  if (key) {
+    figure.append(
+      legend(box.right - KEY_WIDTH, height + 8, KEY_WIDTH, key.range, key.scale),
+      text(box.right - KEY_WIDTH - 8, height + 15, key.name, { "text-anchor": "end" }),
+    );
+  }
   for (const point of shown) {
     const place = { cx: box.x(point.x), cy: box.y(point.y), r: point.on ? 5 : 4 };
     const looks = {

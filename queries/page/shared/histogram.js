@@ -282,8 +282,8 @@ export function histogram(name, meaning, listeners) {
     },
     drawOwn(counts) {
       own.setAttribute("d", steps(counts, Math.max(...(before ?? counts))));
-      figure.firstChild.textContent =
-        `${name}: ${number(sum(counts))} of ${number(sum(before ?? counts))} ` + "values";
+      const all = sum(before ?? counts);
+      figure.firstChild.textContent = `${name}: ${number(sum(counts))} of ${number(all)} values`;
       figure.dataset.count = sum(counts);
     },
   });

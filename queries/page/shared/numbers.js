@@ -115,6 +115,23 @@ export function ranked(name) {
     .sort((one, other) => other.mean - one.mean);
 }
 
+// Heads by the size of what they differ by from another run or intervention, the largest first.
+export function byDifference() {
+  const { compared, numbers } = state;
+  const own = numbers[chosen.statistic];
+  const entries = Array.from(compared.mean, (difference, i) => ({
+    i,
+    difference,
+    mean: own.mean[i],
+    other: compared.theirs.mean[i],
+    error: compared.standard_error[i],
+    q: compared.q[i],
+  }));
+  return entries
+    .filter(({ difference }) => !isUndefined(difference))
+    .sort((one, other) => Math.abs(other.difference) - Math.abs(one.difference));
+}
+
 // The page begins with a head, so that no panel is empty.
 export function strongest() {
   const [first] = ranked(chosen.statistic);
@@ -127,9 +144,10 @@ export function finding(name) {
   if (!first) return "";
   const baseline = state.numbers[name].uniform_baseline;
   let words = `${labelAt(first.i)} leads in ${name} with ${plusMinus(first.mean, first.error)}`;
-  if (baseline)
-    words +=
-      `, ${number(Number((first.mean / baseline).toPrecision(2)))} times the ` + "uniform baseline";
+  if (baseline) {
+    const times = Number((first.mean / baseline).toPrecision(2));
+    words += `, ${number(times)} times the uniform baseline`;
+  }
   const [view, passes] = RANKINGS[name] ?? [];
   const isAbove = ({ mean, q }) =>
     isUndefined(baseline) || (mean > baseline && !isUndefined(q) && q <= MOST_Q);

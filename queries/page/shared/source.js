@@ -135,6 +135,7 @@ const embedded = {
     return {
       rows: rows.map((row) => ({ ...row, tokens: examples.texts[row.text] })),
       note: examples?.note,
+      has_examples: Boolean(examples),
     };
   },
 };

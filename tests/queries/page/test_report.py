@@ -204,6 +204,8 @@ def test_one_brush_picks_heads_in_scatter_heatmap_and_table(page: Page) -> None:
     assert len(page.texts("#scatter .point")) == len(LABELS)
     # The upper two of three layers: L1 has 5/16 to 9/16, L2 has 10/16 to 14/16.
     page.show("run=a-1&x=head&y=sink_mass&pick=0,1.5,0.3,1")
+    # The key of the colours: all three layers.
+    assert page.texts("#scatter .legend text") == ["0", "2"]
     names = [row[0] for row in page.rows("#heads-rows")]
     assert names == ["L2H1", "L2H0", "L1H1", "L1H0"]
     assert page.texts("#picked-heads") == ["4 of 15 heads picked"]
@@ -257,6 +259,11 @@ def test_an_intervention_or_a_run_beside_another(page: Page, database: RunDataba
     sql = "SELECT change FROM effects WHERE statistic = 'sink_mass' ORDER BY layer, head"
     shown = [float(label.split("  ")[1].replace("−", "-")) for label in labels]
     assert shown == pytest.approx([change for (change,) in database.rows(sql)], rel=1e-3)
+    # The table has the largest changes first.
+    sql = "SELECT label, q FROM effects WHERE statistic = 'sink_mass' ORDER BY abs(change) DESC"
+    most = [label for label, _ in database.rows(sql)][:3]
+    assert page.texts("#heads-name") == ["Heads with the largest changes of sink_mass"]
+    assert [row[0] for row in page.rows("#heads-rows")][:3] == most
     sql = "SELECT q FROM effects WHERE statistic = 'sink_mass' ORDER BY layer, head"
     q = [q for (q,) in database.rows(sql)]
     pale = page.attributes("#heatmap figure:nth-child(3) .cell", "fill-opacity")

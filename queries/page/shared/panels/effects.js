@@ -18,7 +18,7 @@ import {
   state,
   turns,
 } from "../state.js";
-import { SHOWN_HEADS } from "./scatter.js";
+import { SHOWN_HEADS } from "./heads.js";
 import { offer } from "./sql.js";
 
 // Parts of a layer that add to the logits, by number.

@@ -2,7 +2,7 @@
 import { aboutHeads } from "../asking.js";
 import { behind, literal } from "../behind.js";
 import { plusMinus } from "../card.js";
-import { heatmap, html, isUndefined, number } from "../draw.js";
+import { heatmap, html, isUndefined, number, smallText } from "../draw.js";
 import {
   comparison,
   differenceLooks,
@@ -108,6 +108,7 @@ export async function showHeatmap(turn) {
     : "The error of a difference takes the two for independent. Shared " +
       "documents make it too large: run_changes has that of pairs.";
   const notes = [
+    unit && `Unit: ${unit}.`,
     isLive && about.source === "rollups"
       ? "Means of all rows, from roll-ups."
       : sampled(about.every),
@@ -142,7 +143,7 @@ function says(cell) {
   const [there, difference] = [state.compared.theirs, state.compared].map(
     ({ mean, standard_error }) => plusMinus(mean[i], standard_error[i]),
   );
-  return `${here} → ${there}; difference ${difference}, q ${number(state.compared.q[i])}`;
+  return `${here} → ${there}; difference ${difference}, q ${smallText(state.compared.q[i])}`;
 }
 
 // Other means in the same cells, which is faster than another drawing.

@@ -70,7 +70,7 @@ function subsetsCard() {
     width: 640,
     values,
     ...rangeOf(chosen.statistic, values.flat()),
-    title: `${chosen.statistic} by subset of the Pile`,
+    title: `${chosen.statistic} by subset`,
     cellName: (row, col) => `${subsets[row][0]}, ${labelAt(heads[col])}`,
     onChoose: (_, col) => choose({ head: cellAt(heads[col]) }),
   });
@@ -91,7 +91,7 @@ function subsetsCard() {
     html(
       "figure",
       { class: "card", "data-subsets": "" },
-      html("h3", {}, "By subset of the Pile"),
+      html("h3", {}, "By subset"),
       html("p", { class: "note" }, note),
       plot,
       behind({

@@ -1,8 +1,7 @@
-// The scatter of heads, the heads that it picks, and the table of heads.
+// The scatter of heads, and the heads that it picks.
 import { remember } from "../address.js";
 import { aboutHeads } from "../asking.js";
 import { behind } from "../behind.js";
-import { button, plusMinus, table, tableRow } from "../card.js";
 import { colourOf, isUndefined, number, scatter } from "../draw.js";
 import { axisValue, rangeOf, ranked } from "../numbers.js";
 import {
@@ -18,9 +17,10 @@ import {
   state,
   turns,
 } from "../state.js";
+import { showHeads } from "./heads.js";
 import { offer } from "./sql.js";
 
-export const SHOWN_HEADS = 10;
+const NAMED_HEADS = 5; // At the end of each axis.
 
 export async function showScatter(turn) {
   const axes = ["x", "y", "colour"].map((axis) => chosen[axis]);
@@ -34,10 +34,9 @@ export async function showScatter(turn) {
       }
     : rangeOf(colour, state.numbers[colour]?.mean ?? []);
   const paint = colourOf(looks.range, looks.scale);
+  const named = [x, y].map((axis) => (axis in state.numbers ? axis : chosen.statistic));
   const top = new Set(
-    ranked(y in state.numbers ? y : chosen.statistic)
-      .slice(0, 5)
-      .map(({ i }) => i),
+    named.flatMap((name) => ranked(name).slice(0, NAMED_HEADS)).map(({ i }) => i),
   );
   if (chosen.head) top.add(place(chosen.head));
   const points = allHeads().map((i) => {
@@ -62,6 +61,7 @@ export async function showScatter(turn) {
     title: `Heads by ${x} and ${y}, coloured by ${colour}`,
     width: Math.min(wide, 620),
     height: 330,
+    key: { ...looks, name: colour },
     onChoose: ({ i }) => choose({ head: cellAt(i) }),
     onPick: (range) => {
       chosen.pick = range;
@@ -91,35 +91,7 @@ export function showPicked() {
       Boolean(state.picked) && !state.picked.has(place(cell.dataset.cell.split(".").map(Number))),
     );
   }
-  const name = chosen.statistic;
-  const rows = ranked(name).filter(({ i }) => !state.picked || state.picked.has(i));
-  const axes = [chosen.x, chosen.y].filter((axis) => axis !== name && axis in state.numbers);
-  const cells = ({ i, mean, error, q }) => [
-    plusMinus(mean, error),
-    number(q),
-    ...axes.map((axis) => number(axisValue(axis, i))),
-  ];
-  const isChosen = (i) => Boolean(chosen.head) && i === place(chosen.head);
-  const row = (entry) =>
-    tableRow([button(labelAt(entry.i), () => choose({ head: cellAt(entry.i) })), ...cells(entry)], {
-      "aria-selected": String(isChosen(entry.i)),
-    });
-  by("heads-name").textContent = state.picked
-    ? `Picked heads by ${name}`
-    : `Heads with the largest ${name}`;
-  const listed = rows.slice(0, state.picked ? rows.length : SHOWN_HEADS);
-  by("heads-rows").replaceChildren(
-    table(
-      [
-        "head",
-        `${name} ±`,
-        { name: "q", title: "Of the mean against the uniform baseline" },
-        ...axes,
-      ],
-      listed.map(row),
-      "Heads by the chosen statistic",
-    ),
-  );
+  showHeads();
 }
 
 export function beginScatter() {

@@ -9,6 +9,10 @@ import { brushList, by, choose, chosen, head, label, scope, state, turns } from 
 import { offer } from "./sql.js";
 
 const SNIPPET_TOKENS = 48;
+const NOT_KEPT =
+  "A report keeps sequences of the leading heads of each statistic; headcount explore finds " +
+  "those of every head.";
+const MOST_ATTEMPTS = 20; // At a question that waits for the run's model.
 
 export async function showExtremes() {
   if (!chosen.head) return;
@@ -34,7 +38,7 @@ JOIN sequences USING (run_id, intervention, sequence)
 WHERE heads.${whereHead()}
 ORDER BY "${statistic}" ${lowest ? "" : "DESC"}
 LIMIT 3`;
-  by("extremes-card").hidden = !isLive && !answer.rows.length;
+  by("extremes-card").hidden = !isLive && !answer.has_examples;
   by("extremes-name").textContent =
     `Where ${label(chosen.head)} has the ${lowest ? "lowest" : "highest"} ` +
     `${statistic}${chosen.brushes.size ? ", within the brushes" : ""}`;
@@ -42,7 +46,7 @@ LIMIT 3`;
   const onSequence = isLive && ((sequence) => choose({ sequence }));
   const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], onSequence });
   by("extremes").replaceChildren(
-    answer.rows.length ? list : html("p", { class: "note" }, "No sequence."),
+    answer.rows.length ? list : html("p", { class: "note" }, isLive ? "No sequence." : NOT_KEPT),
   );
   if (!isLive || !answer.rows.length) return;
   const texts = await tryToAsk({
@@ -59,6 +63,8 @@ LIMIT 3`;
       .querySelector(`[data-text="${row.sequence}"]`)
       ?.replaceChildren(...tokenText({ ...row, length: row.n_tokens }));
 }
+
+const isTooLate = () => by("trouble").textContent.startsWith("stopped after");
 
 // A stored sequence, token by token: where each looks in the chosen head.
 export async function showAttention(start) {
@@ -82,14 +88,17 @@ export async function showAttention(start) {
     {},
     `Where the tokens of sequence ${number(sequence)} look in ${label(chosen.head)}`,
   );
-  by("attention").replaceChildren(
-    title,
-    html("p", { class: "note" }, "The model of the run reads it …"),
-  );
-  const answer = await tryToAsk(query);
+  const waiting = html("p", { class: "note" }, "The model of the run reads it …");
+  by("attention").replaceChildren(title, waiting);
+  let answer = await tryToAsk(query);
+  // A model may load for longer than a query may take. The server goes on loading it.
+  for (let attempt = 1; !answer && isTooLate() && attempt < MOST_ATTEMPTS; attempt++) {
+    if (by("attention").dataset.shown !== key) return;
+    waiting.textContent = `The model of the run is still loading; asked ${attempt + 1} times …`;
+    answer = await tryToAsk(query);
+  }
   if (by("attention").dataset.shown !== key) return;
   if (!answer) {
-    // A model that loads longer than a query may take is there the next time.
     by("attention").removeAttribute("data-shown");
     return void by("attention").lastChild.replaceChildren(
       `${by("trouble").textContent} `,
