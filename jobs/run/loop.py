@@ -151,9 +151,9 @@ def dispatched(
 ) -> Generator[Commit | Failure, None, None]:
     """Measure `shards` on Ray, which takes a second to import."""
     from headcount.jobs.cluster.ray_cluster import connect
-    from headcount.jobs.run.dispatch import dispatch
+    from headcount.jobs.run.ray_replicas import measure_on_ray
 
-    return dispatch(plan, shards, connect(resources), tell, replica_class, begin, measured)
+    return measure_on_ray(plan, shards, connect(resources), tell, replica_class, begin, measured)
 
 
 def refuse_failures(failures: Mapping[RunDirectory, list[Failure]]) -> None:

@@ -83,7 +83,7 @@ ONLY_IN = {
     "jinja2": ("queries/report/html_page.py",),
     "psutil": ("jobs/cluster/ray_cluster.py", "workers/memory.py"),
     "ray": (
-        "jobs/run/dispatch.py", "jobs/run/preemption.py", "jobs/run/replica_actor.py",
+        "jobs/run/ray_replicas.py", "jobs/run/preemption.py", "jobs/run/replica_actor.py",
         "jobs/upkeep/merge_workers.py", "jobs/upkeep/metrics.py",
         "jobs/corpus/preparation.py",
         "jobs/cluster/kubernetes_job.py", "jobs/cluster/ray_cluster.py",

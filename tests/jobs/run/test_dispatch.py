@@ -37,7 +37,7 @@ from headcount.jobs.cluster.ray_cluster import (
 )
 from headcount.jobs.endings import Stopped, listen_to_signals
 from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
-from headcount.jobs.run import dispatch
+from headcount.jobs.run import ray_replicas, schedule
 from headcount.jobs.run.commit_log import MOST_FAILURES
 from headcount.jobs.run.loop import refuse_failures, run_to_end, tokens_of
 from headcount.jobs.run.shards import ATTEMPTS
@@ -231,7 +231,7 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A slow restart is waited for, and is no failed one.
-    monkeypatch.setattr(dispatch, "MOST_FAILED_STARTS", 1)
+    monkeypatch.setattr(schedule, "MOST_FAILED_STARTS", 1)
     deadly_shard = poison_a_shard(plan, 17)
     (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), SILENT, KillingReplica)
     assert failure.shard == deadly_shard
@@ -249,7 +249,7 @@ def test_a_replica_that_starts_again_holds_up_no_other(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Waiting for it would take four minutes.
-    monkeypatch.setattr(dispatch, "RESTART_PAUSE", 240)
+    monkeypatch.setattr(ray_replicas, "RESTART_PAUSE", 240)
     began = time.monotonic()
     assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, OnceDyingReplica) == []
     assert time.monotonic() - began < 240
@@ -259,7 +259,7 @@ def test_a_replica_that_starts_again_holds_up_no_other(
 @needs_ray
 @pytest.mark.long
 def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
+    monkeypatch.setattr(schedule, "LEAST_PATIENCE", 0.5)
     # Waiting for the slow replica would take ten minutes.
     began = time.monotonic()
     assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, SleepingReplica) == []
