@@ -33,8 +33,9 @@ from rich.console import Console
 
 from benchmarks.measured_on import measured_now
 from headcount.jobs.cluster.ray_cluster import Resources, connect
-from headcount.jobs.plan.identity import begun_precisions
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
+from headcount.jobs.plan.begun_with import begun_precisions
+from headcount.jobs.plan.plan import Plan, make_plan, replan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.run.commit_log import CommitLog
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.run.ray_replicas import measure_on_ray

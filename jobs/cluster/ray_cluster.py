@@ -31,10 +31,10 @@ from ray._private import ray_constants
 from ray._private.state import state
 from ray._private.worker import global_worker
 
+from headcount.jobs import phases
 from headcount.jobs.cluster.job_interpreter import SETUP_HOOK
 from headcount.jobs.endings import fail_at_once, starting_processes
 from headcount.jobs.resources import Resources
-from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.places import reason

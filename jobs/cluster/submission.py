@@ -39,8 +39,8 @@ from headcount.jobs.cluster.ray_cluster import (
     last_line,
     staged_code,
 )
-from headcount.jobs.plan.identity import last_run, next_run
 from headcount.jobs.resources import Resources
+from headcount.jobs.run_names import last_run, next_run
 from headcount.schemas.errors import HeadcountError, RunError, printable, unknown
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import StorePath, place, reason

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from headcount.jobs import phases
+from headcount.jobs.bars import Show, bar
 from headcount.jobs.console import duration, say
-from headcount.jobs.run.progress import Show, bar
-from headcount.jobs.upkeep import phases
-from headcount.jobs.upkeep.metrics import TOKENS_PREPARED, node_name
+from headcount.jobs.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
 from headcount.schemas.places import Place, absolute, place, reason, wait_for_store
 from headcount.schemas.scans.scan import Scan

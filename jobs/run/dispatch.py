@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from headcount.jobs import phases
 from headcount.jobs.cluster.ray_cluster import FIRST_COMMIT
 from headcount.jobs.endings import is_finishing, work_begins
+from headcount.jobs.metrics import IDLE_SHARE, IDLE_WINDOW, SHARDS, SHARDS_REPEATED
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.replicas import (
     Died,
@@ -30,8 +32,6 @@ from headcount.jobs.run.replicas import (
 )
 from headcount.jobs.run.schedule import Repetition, Schedule
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
-from headcount.jobs.upkeep import phases
-from headcount.jobs.upkeep.metrics import IDLE_SHARE, IDLE_WINDOW, SHARDS, SHARDS_REPEATED
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.workers.shard import note_failure
 

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 from ray import cloudpickle
 
-from headcount.jobs.plan.identity import begun_precisions
+from headcount.jobs.metrics import BAD_ROWS, PHASE_SECONDS, TOKENS_MEASURED, node_name
+from headcount.jobs.plan.begun_with import begun_precisions
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import LeaveNotice
 from headcount.jobs.run.replicas import InHand, ReplicaPlace
 from headcount.jobs.run.schedule import DEPTH
-from headcount.jobs.upkeep.metrics import BAD_ROWS, PHASE_SECONDS, TOKENS_MEASURED, node_name
 from headcount.schemas.errors import RunError, SilentStoreError
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.places import wait_for_store

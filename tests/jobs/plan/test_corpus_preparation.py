@@ -25,11 +25,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import headcount
+from headcount.jobs import bars
 from headcount.jobs.corpus import preparation as corpus_preparation
 from headcount.jobs.corpus.preparation import Preparation, corpora_of
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.resources import Resources
-from headcount.jobs.run import progress
 from headcount.schemas.errors import CorpusError, HeadcountError, RunError
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
@@ -111,7 +111,7 @@ def console() -> tuple[Console, io.StringIO]:
 
 @pytest.fixture(autouse=True)
 def _talkative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
 
 
 def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[str]]:
@@ -263,7 +263,7 @@ def test_a_preparation_says_how_far_it_is(
     lines: list[str] = []
 
     @contextlib.contextmanager
-    def kept(*_: object) -> Iterator[progress.Show]:
+    def kept(*_: object) -> Iterator[bars.Show]:
         yield lambda words, _: lines.append(words)
 
     with monkeypatch.context() as patch:
@@ -274,7 +274,7 @@ def test_a_preparation_says_how_far_it_is(
     second = r"6 documents, 594 tokens, \d\d%, \d+ tokens/s, [\d.]+ s left"
     assert any(re.fullmatch(second, line) for line in lines)
     assert re.fullmatch(r"11 documents, 990 tokens, 1 bad row, 100%, .*, 0.0 s left", last)
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 1000.0)
+    monkeypatch.setattr(bars, "QUIET_SECONDS", 1000.0)
     assert plan_and_progress(fields | {"corpora": str(tmp_path / "again")})[1] == []
 
 

@@ -27,7 +27,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
 
-from headcount.jobs import endings
+from headcount.jobs import endings, phases
 from headcount.jobs.cluster.ray_cluster import (
     FIRST_COMMIT,
     HEAD_SECONDS,
@@ -36,12 +36,13 @@ from headcount.jobs.cluster.ray_cluster import (
     version_problem,
 )
 from headcount.jobs.endings import Stopped, listen_to_signals
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
+from headcount.jobs.plan.plan import Plan, make_plan, replan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.run import ray_replicas, schedule
 from headcount.jobs.run.commit_log import MOST_FAILURES
-from headcount.jobs.run.loop import refuse_failures, run_to_end, tokens_of
+from headcount.jobs.run.loop import refuse_failures, tokens_of
+from headcount.jobs.run.measuring import run_to_end
 from headcount.jobs.run.shards import ATTEMPTS
-from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.status import Status, read_status
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, find_runs

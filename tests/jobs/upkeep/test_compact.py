@@ -20,8 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.run.lock import locked
-from headcount.jobs.upkeep import compaction, merged_files
+from headcount.jobs.lock import locked
+from headcount.jobs.upkeep import cleaning, compaction, merged_files
 from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact, merge_finished
 from headcount.jobs.upkeep.merge_workers import merged_by_tasks
@@ -462,7 +462,7 @@ def test_two_compactions_at_once_write_the_same_and_delete_after_an_hour(
     assert lines[0].startswith(
         "toy-1: 4 files may still be read and can go in an hour, by headcount"
     )
-    monkeypatch.setattr(compaction, "GRACE", timedelta(0))
+    monkeypatch.setattr(cleaning, "GRACE", timedelta(0))
     compact(stored, 2, lines.append)
     assert (list(names(stored.commits_directory)), len(lines)) == ([segment], 1)
     assert_same_and_tidy(stored, expected)
