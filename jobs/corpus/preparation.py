@@ -22,6 +22,7 @@ from rich.console import Console
 from headcount.jobs import phases
 from headcount.jobs.bars import Show, bar
 from headcount.jobs.console import duration, say
+from headcount.jobs.job_state import StateTeller
 from headcount.jobs.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
 from headcount.schemas.places import Place, absolute, place, reason, wait_for_store
@@ -58,6 +59,7 @@ TASK_MEMORY = 1 << 30  # bytes of memory that a task asks Ray for
 DEATHS = 3  # how often the task of one extent may die
 NAMED_SPECIAL_TOKENS = 3  # special tokens in texts that a line names, with their numbers of texts
 LOOK_SECONDS = 5.0  # time between two looks at what is committed, if no task ends
+NO_NEWS = "no news of the tokens yet: all cores are taken"
 STARTING_NOTICE = 30.0  # seconds without a new portion after which a line says why nothing happens
 
 
@@ -292,6 +294,7 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
 
     from headcount.jobs.cluster.ray_cluster import connect, lack_of_room, ray_in_words
 
+    state = StateTeller(tell)
     is_for_replicas = resources.replicas > 0
     resources = connect(replace(resources, replicas=max(1, resources.replicas)))
     code, directory = read_code(), resources.directory
@@ -332,8 +335,10 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
                 if ended or work.index.documents > documents_before:
                     last_news = time.monotonic()
                 if time.monotonic() - last_news > STARTING_NOTICE:
-                    lack = lack_of_room(replace(resources, device="cpu", cores=1))
-                    tell(lack or "no news of the tokens yet: all cores are taken")
+                    if lack := lack_of_room(replace(resources, device="cpu", cores=1)):
+                        state.tell("short of machines", lack)
+                    else:
+                        state.tell("without replicas", NO_NEWS)
                     last_news = time.monotonic()
     finally:
         # What the tasks that are left have committed stays.

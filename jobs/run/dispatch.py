@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from headcount.jobs import phases
-from headcount.jobs.cluster.ray_cluster import FIRST_COMMIT
 from headcount.jobs.endings import is_finishing, work_begins
+from headcount.jobs.job_state import StateTeller
 from headcount.jobs.metrics import IDLE_SHARE, IDLE_WINDOW, SHARDS, SHARDS_REPEATED
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.replicas import (
@@ -41,6 +41,9 @@ takes as long as a hundred events.
 """
 
 LOOK_SECONDS = 2.0  # between two looks at the cluster: what drains, what is done
+
+NO_REPLICA = "no replica yet: the model is being loaded, or all cores are taken"
+FIRST_COMMIT = "the first shard is committed"
 
 STARTING_NOTICE = 30.0  # seconds without any replica after which a line says why nothing happens
 
@@ -81,6 +84,7 @@ class _Driver:
         self.run = plan.run
         self.replicas = replicas
         self.say = say
+        self.state = StateTeller(say)
         self.begin: Callable[[], None] | None = begin  # none once it was called
         self.measured = measured
         self.says_first_commit = on_cluster
@@ -106,7 +110,7 @@ class _Driver:
         """Give out shards, take what has happened, and tell the schedule, until all is done."""
         phases.note("waiting for machines")
         if (lack := self.replicas.lack()) is not None:
-            self.say(lack)
+            self.state.tell("short of machines", lack)
         while self.schedule.open_count:
             self._look()
             if is_finishing():
@@ -176,17 +180,17 @@ class _Driver:
         self.commits[replica].append(commit)
         if self.says_first_commit:
             self.says_first_commit = False
-            self.say(f"{self.run.run_id}: {FIRST_COMMIT}")
+            self.state.tell("measuring", FIRST_COMMIT, self.run.run_id)
 
     def _say_if_no_replica_is_there(self) -> None:
         """A user who waits for a machine, or for a large model, must not think that this hangs."""
         if any(map(self.schedule.is_there, range(len(self.replicas)))):
             self.last_sign = self.clock()
         elif self.clock() - self.last_sign > STARTING_NOTICE:
-            self.say(
-                self.replicas.lack()
-                or "no replica yet: the model is being loaded, or all cores are taken"
-            )
+            if (lack := self.replicas.lack()) is not None:
+                self.state.tell("short of machines", lack)
+            else:
+                self.state.tell("without replicas", NO_REPLICA)
             self.last_sign = self.clock()
 
     def _look(self) -> None:

@@ -136,8 +136,8 @@ def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) 
     damages = run.damaged_files(commit_log, manifest, OF_MERGED)
     damaged_rollups = frozenset(damage.path for damage in damages)
 
-    def group_of(positions: np.ndarray) -> Group:
-        commits = commit_log.take(pa.array(positions)).select(COMMITS.names)
+    def group_of(positions: pa.Array) -> Group:
+        commits = commit_log.take(positions).select(COMMITS.names)
         return Group(run, commits, damaged_rollups)
 
     unmerged = [one for one in _groups(commit_log, manifest, rows) if not is_merged(group_of(one))]
@@ -160,37 +160,39 @@ def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) 
     return list(dict.fromkeys(problems.values()))
 
 
-def _groups(commit_log: pa.Table, manifest: Manifest, rows: int) -> list[np.ndarray]:
-    """The shards that are merged with one another, as positions in the commit log.
+def _groups(commit_log: pa.Table, manifest: Manifest, rows: int) -> list[pa.Array]:
+    """The shards that are merged with one another, as positions in the commit log, in order.
 
     One code measured them, so that either code can be read alone, and they hold all their
     sequences: a shard that will be longer is in no file with others.
     """
     if not len(commit_log):
         return []
-    lists = commit_log["files"].combine_chunks()
-    files = pc.list_flatten(lists)
+    file_lists = commit_log["files"].combine_chunks()
+    files = pc.list_flatten(file_lists)
     once = pa.array([name for name, table in TABLES.items() if table.written == "once"])
     is_once = pc.is_in(pc.struct_field(files, "table"), once)
     most_rows = pc.max(pc.struct_field(files, "rows").filter(pc.invert(is_once))).as_py()
     shards_of_group = min(MOST_SHARDS, max(1, rows // max(1, most_rows)))
-
-    # Shards that were merged share all their files, so the first file tells which they are. They
-    # are in the group of the first of them: if other `rows` made the file, it may span several.
-    _, first_files = np.unique(pc.list_parent_indices(lists).to_numpy(), return_index=True)
-    paths = pc.struct_field(files, "path").take(pa.array(first_files))
-    file_of_shard = paths.dictionary_encode().indices.to_numpy()
-    _, first_places = np.unique(file_of_shard, return_index=True)
-    groups = commit_log["shard"].to_numpy()[first_places[file_of_shard]] // shards_of_group
-
-    sequences = pc.subtract(commit_log["stop"], commit_log["start"]).to_numpy()
-    is_short = sequences < manifest.identity["scan"]["sequences_per_shard"]
-    codes = commit_log["code"].combine_chunks().dictionary_encode().indices.to_numpy()
-    keys = np.stack([groups, is_short, codes])
-    # Stable: within a group, shards stay in order.
-    order = np.lexsort(keys)
-    begins = np.diff(keys[:, order]).any(axis=0)
-    return np.split(order, np.flatnonzero(begins) + 1)
+    sequences = pc.subtract(commit_log["stop"], commit_log["start"])
+    shards = pa.table(
+        {
+            "position": np.arange(len(commit_log)),
+            "shard": commit_log["shard"],
+            "first_file": pc.struct_field(file_lists.values, "path").take(file_lists.offsets[:-1]),
+            "is_short": pc.less(sequences, manifest.identity["scan"]["sequences_per_shard"]),
+            "code": commit_log["code"],
+        }
+    )
+    # Shards that were merged share all their files. They are in the group of the first of them: if
+    # other `rows` made the file, it may span several.
+    sharing = pc.index_in(shards["first_file"], shards["first_file"])
+    group = pc.divide(shards["shard"].take(sharing), shards_of_group)
+    keys = ["code", "is_short", "group"]
+    # In one thread, the shards of a group stay in order.
+    groups = shards.append_column("group", group).group_by(keys, use_threads=False)
+    in_order = groups.aggregate([("position", "list")]).sort_by([(k, "ascending") for k in keys])
+    return [positions.values for positions in in_order["position_list"]]
 
 
 def _gather_all(run: RunDirectory) -> None:

@@ -53,6 +53,7 @@ FLOORS_OF_JOBS = (
         "headcount.jobs.bars",
         "headcount.jobs.console",
         "headcount.jobs.endings",
+        "headcount.jobs.job_state",
         "headcount.jobs.lock",
         "headcount.jobs.metrics",
         "headcount.jobs.phases",

@@ -29,17 +29,18 @@ from rich.console import Console
 
 from headcount.jobs import endings, phases
 from headcount.jobs.cluster.ray_cluster import (
-    FIRST_COMMIT,
     HEAD_SECONDS,
     RECONNECT,
     Resources,
     version_problem,
 )
 from headcount.jobs.endings import Stopped, listen_to_signals
+from headcount.jobs.job_state import JobState, is_state, states_in
 from headcount.jobs.plan.plan import Plan, make_plan, replan
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.run import ray_replicas, schedule
 from headcount.jobs.run.commit_log import MOST_FAILURES
+from headcount.jobs.run.dispatch import FIRST_COMMIT
 from headcount.jobs.run.loop import refuse_failures, tokens_of
 from headcount.jobs.run.measuring import run_to_end
 from headcount.jobs.run.shards import ATTEMPTS
@@ -433,8 +434,12 @@ def test_a_driver_without_ray_ends_in_one_line_and_the_run_continues(
     assert ended.code == 2
     first_line, *progress, last_line = ended.stderr.splitlines()
     assert first_line.endswith("480 tokens, 60 shards, 0 of them done")
+    # It is the driver of a job, which tells programs, too.
+    told = [state for state in states_in(ended.stderr) if state.state == "measuring"]
+    assert told == [JobState(state="measuring", words=FIRST_COMMIT)]
     of_progress = f"[0-9]+ of 480 tokens, .*|{find_runs(tmp_path)[0].run_id}: {FIRST_COMMIT}"
-    assert all(re.fullmatch(of_progress, line) for line in progress), ended.stderr
+    said = [line for line in progress if not is_state(line)]
+    assert all(re.fullmatch(of_progress, line) for line in said), ended.stderr
     (run,) = find_runs(tmp_path)
     advice = "start the cluster again, and the same command continues where it stopped"
     assert re.fullmatch(f"error: {run.run_id}: {problem}; {advice}", last_line)

@@ -27,11 +27,12 @@ from typer.testing import CliRunner
 from headcount import app
 from headcount.jobs.cluster import kubernetes_job
 from headcount.jobs.cluster.job_interpreter import INTERPRETER
-from headcount.jobs.cluster.ray_cluster import FIRST_COMMIT, hook_variables
+from headcount.jobs.cluster.ray_cluster import hook_variables
 from headcount.jobs.cluster.submission import staged_code
 from headcount.jobs.plan.plan import make_plan, replan
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.plan.scan_files import portable_scan
+from headcount.jobs.run.dispatch import FIRST_COMMIT
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
