@@ -19,7 +19,6 @@ from headcount.jobs import phases
 from headcount.jobs.endings import is_finishing, work_begins
 from headcount.jobs.job_state import StateTeller
 from headcount.jobs.metrics import IDLE_SHARE, IDLE_WINDOW, SHARDS, SHARDS_REPEATED
-from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.replicas import (
     Died,
     Ended,
@@ -33,6 +32,7 @@ from headcount.jobs.run.replicas import (
 from headcount.jobs.run.schedule import Repetition, Schedule
 from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
 from headcount.schemas.files.commit import Commit, Failure
+from headcount.schemas.files.run_directory import RunDirectory
 from headcount.workers.shard import note_failure
 
 MOST_EVENTS = 100
@@ -49,7 +49,7 @@ STARTING_NOTICE = 30.0  # seconds without any replica after which a line says wh
 
 
 def dispatch(
-    plan: Plan,
+    run: RunDirectory,
     shards: np.ndarray,
     replicas: Replicas,
     say: Callable[[str], None],
@@ -58,12 +58,12 @@ def dispatch(
     on_cluster: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Commit | Failure]:
-    """Measure `shards` on replicas; yields each commit and each failed attempt as it arrives.
+    """Measure `shards` of a run; yields each commit and each failed attempt as it arrives.
 
     `begin` is called once the first replica is loaded, and before it gets a shard; `measured` with
     how many tokens of a shard are measured, while that takes long.
     """
-    driver = _Driver(plan, shards, replicas, say, begin, measured, on_cluster, clock)
+    driver = _Driver(run, shards, replicas, say, begin, measured, on_cluster, clock)
     yield from driver.outcomes()
 
 
@@ -72,7 +72,7 @@ class _Driver:
 
     def __init__(
         self,
-        plan: Plan,
+        run: RunDirectory,
         shards: np.ndarray,
         replicas: Replicas,
         say: Callable[[str], None],
@@ -81,7 +81,7 @@ class _Driver:
         on_cluster: bool,
         clock: Callable[[], float],
     ) -> None:
-        self.run = plan.run
+        self.run = run
         self.replicas = replicas
         self.say = say
         self.state = StateTeller(say)
@@ -90,11 +90,11 @@ class _Driver:
         self.says_first_commit = on_cluster
         self.clock = clock
         self.schedule = Schedule(
-            order_of_driver(plan.run, shards),
+            order_of_driver(run, shards),
             len(replicas),
-            Attempts(plan.run),
+            Attempts(run),
             clock,
-            GatheredElsewhere(plan.run),
+            GatheredElsewhere(run),
             self._count_repeated,
         )
         self.places: dict[int, ReplicaPlace] = {}  # where each replica was when last loaded

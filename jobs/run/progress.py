@@ -1,7 +1,7 @@
 """How far a scan is, in tokens."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -37,7 +37,12 @@ class Progress:
     """
 
     def __init__(
-        self, tokens: int, done: int, show: Show, all_runs: "WholeProgress | None" = None
+        self,
+        tokens: int,
+        done: int,
+        show: Show,
+        all_runs: "WholeProgress | None" = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokens = tokens  # of the whole run
         self.done = self.done_before = done  # that are committed
@@ -46,11 +51,11 @@ class Progress:
         self.compute_seconds = self.idle_seconds = 0.0
         self.began: float | None = None  # when the first shard was begun, by the monotonic clock
         self.has_committed = False
-        self._show, self._all_runs = show, all_runs
+        self._show, self._all_runs, self._clock = show, all_runs, clock
 
     def measured(self, shard: int, tokens: int) -> None:
         """So many tokens of a shard are measured by now; 0 when it is begun."""
-        self.began = self.began or time.monotonic()
+        self.began = self.began or self._clock()
         self.in_hand[shard] = tokens
         self._tell()
 
@@ -66,7 +71,7 @@ class Progress:
             # does not make the scan look slow. The host's clock may be wrong, so the shard's
             # own duration is taken.
             if not self.has_committed:
-                begun = time.monotonic() - outcome.seconds
+                begun = self._clock() - outcome.seconds
                 self.began = min(begun, self.began or begun)
             self.has_committed = True
             self.done += outcome.tokens
@@ -83,7 +88,7 @@ class Progress:
         speed = None
         # Tokens of earlier commands say nothing about the speed of this one.
         if self.began is not None and measured > self.done_before:
-            speed = (measured - self.done_before) / (time.monotonic() - self.began)
+            speed = (measured - self.done_before) / (self._clock() - self.began)
             left = duration((self.tokens - measured) / speed)
             parts += [f"{speed:,.0f} tokens/s", f"{left} left"]
         if self.failures:
@@ -97,7 +102,7 @@ class Progress:
         """What was committed, how fast, and how busy replicas were; none without a commit."""
         if not self.has_committed or self.began is None:
             return None
-        measured, seconds = self.done - self.done_before, time.monotonic() - self.began
+        measured, seconds = self.done - self.done_before, self._clock() - self.began
         # Replicas work side by side, so these are sums over all of them.
         busy = self.compute_seconds / (self.compute_seconds + self.idle_seconds)
         speed = f"{measured / seconds:,.0f} tokens/s"

@@ -53,7 +53,7 @@ def measure_on_ray(
         count = min(resources.replicas, len(shards))
         replicas = RayReplicas(plan, resources, replica_class, count)
         try:
-            yield from dispatch(plan, shards, replicas, say, begin, measured, on_cluster)
+            yield from dispatch(plan.run, shards, replicas, say, begin, measured, on_cluster)
         finally:
             replicas.kill()
 

@@ -105,7 +105,9 @@ def compact(
         raise RunError(f"{run.path}: {reason(error)}; mend that, then compact again") from None
 
 
-def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> None:
+def merge_finished(
+    run: RunDirectory, merge_groups: MergeGroups, tell: Tell, large_rows: int = LARGE_ROWS
+) -> None:
     """Merge the shards of a large run that is complete, so that dashboards read its roll-ups."""
     # Nothing locks a run in a store: somebody else may be extending it.
     if not isinstance(run.path, Path):
@@ -113,7 +115,7 @@ def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> 
     commit_log = run.commit_log(["rows"])
     # A run without any commit has no sum.
     rows = pc.sum(commit_log["rows"]).as_py() or 0
-    if len(commit_log) < run.manifest().shards or rows < LARGE_ROWS:
+    if len(commit_log) < run.manifest().shards or rows < large_rows:
         return
     try:
         problems = compact(run, tell=tell, merge_groups=merge_groups).problems

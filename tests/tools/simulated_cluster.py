@@ -204,7 +204,7 @@ def simulate(
     times: list[float] = []
     is_done = np.zeros(shards, bool)
     began = time.process_time()
-    for outcome in dispatch(plan, np.arange(shards), cluster, said.append, clock=cluster.clock):
+    for outcome in dispatch(plan.run, np.arange(shards), cluster, said.append, clock=cluster.clock):
         # A shard that nodes vanish under is no failure.
         assert isinstance(outcome, Commit)
         assert not is_done[outcome.shard]

@@ -14,7 +14,6 @@ from headcount.jobs.bars import bar, waiting
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.run import progress
 from headcount.jobs.run.measuring import measure_in_process
 from headcount.jobs.run.progress import Progress
 from headcount.jobs.upkeep.status import as_lines, read_status
@@ -52,11 +51,10 @@ def test_each_batch_is_told_while_its_shard_is_measured(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_failed_shard_has_measured_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failed_shard_has_measured_is_taken_back() -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     shown: list[tuple[str, float | None]] = []
-    told = Progress(1000, 400, lambda words, share: shown.append((words, share)))
+    told = Progress(1000, 400, lambda *words: shown.append(words), clock=lambda: now[0])
     told.measured(4, 0)
     assert shown[-1] == ("400 of 1,000 tokens", 0.4)
     now[0] += 10
