@@ -124,14 +124,21 @@ _content_bytes = lru_cache(content_bytes_of)  # a sample of a compressed file is
 class CorpusWork:
     """What is there of a corpus, up to the first missing portion, and what is to be prepared."""
 
-    def __init__(self, sequences: Sequences, corpora: Place, show: Show | None = None) -> None:
+    def __init__(
+        self,
+        sequences: Sequences,
+        corpora: Place,
+        show: Show | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         assert sequences.corpus is not None
         self.sequences = sequences
+        self.clock = clock
         self.show_words = show
         self.store = sequences.store(corpora)
         self.extents = extents_of(sequences.corpus.sources)
         self.total_bytes = sum(extent.bytes for extent in self.extents)
-        self.began = time.monotonic()
+        self.began = clock()
         self.start_again()
         self.tokens_before = self.index.tokens  # tokens that earlier preparations left
 
@@ -208,7 +215,7 @@ class CorpusWork:
         if share is not None:
             parts.append(f"{share:.0%}")
         if prepared := index.tokens - self.tokens_before:
-            speed = prepared / (time.monotonic() - self.began)
+            speed = prepared / (self.clock() - self.began)
             parts.append(f"{speed:,.0f} tokens/s")
             if share:
                 parts.append(f"{duration(index.tokens * (1 - share) / share / speed)} left")
