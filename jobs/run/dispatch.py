@@ -48,27 +48,12 @@ FIRST_COMMIT = "the first shard is committed"
 STARTING_NOTICE = 30.0  # seconds without any replica after which a line says why nothing happens
 
 
-def dispatch(
-    run: RunDirectory,
-    shards: np.ndarray,
-    replicas: Replicas,
-    say: Callable[[str], None],
-    begin: Callable[[], None] = lambda: None,
-    measured: Callable[[int, int], None] = lambda shard, tokens: None,
-    on_cluster: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Commit | Failure]:
-    """Measure `shards` of a run; yields each commit and each failed attempt as it arrives.
+class Driver:
+    """What goes to and fro between a schedule and its replicas, and what people are told of it.
 
     `begin` is called once the first replica is loaded, and before it gets a shard; `measured` with
     how many tokens of a shard are measured, while that takes long.
     """
-    driver = _Driver(run, shards, replicas, say, begin, measured, on_cluster, clock)
-    yield from driver.outcomes()
-
-
-class _Driver:
-    """What goes to and fro between a schedule and its replicas, and what people are told of it."""
 
     def __init__(
         self,
@@ -76,10 +61,10 @@ class _Driver:
         shards: np.ndarray,
         replicas: Replicas,
         say: Callable[[str], None],
-        begin: Callable[[], None],
-        measured: Callable[[int, int], None],
-        on_cluster: bool,
-        clock: Callable[[], float],
+        begin: Callable[[], None] = lambda: None,
+        measured: Callable[[int, int], None] = lambda shard, tokens: None,
+        on_cluster: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run = run
         self.replicas = replicas
@@ -107,7 +92,10 @@ class _Driver:
         self.last_sign = clock()  # when a replica was there, or a line said that none is
 
     def outcomes(self) -> Iterator[Commit | Failure]:
-        """Give out shards, take what has happened, and tell the schedule, until all is done."""
+        """Give out shards, take what has happened, and tell the schedule, until all is done.
+
+        Yields each commit and each failed attempt as it arrives.
+        """
         phases.note("waiting for machines")
         if (lack := self.replicas.lack()) is not None:
             self.state.tell("short of machines", lack)

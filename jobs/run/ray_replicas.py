@@ -14,7 +14,7 @@ from ray import cloudpickle
 from headcount.jobs.cluster.ray_cluster import draining_nodes, lack_of_room, last_line, ray_in_words
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.dispatch import LOOK_SECONDS, dispatch
+from headcount.jobs.run.dispatch import LOOK_SECONDS, Driver
 from headcount.jobs.run.preemption import gone_nodes
 from headcount.jobs.run.replica_actor import CALLS, ReplicaActor
 from headcount.jobs.run.replicas import (
@@ -46,14 +46,15 @@ def measure_on_ray(
     begin: Callable[[], None] = lambda: None,
     measured: Callable[[int, int], None] = lambda shard, tokens: None,
 ) -> Generator[Commit | Failure, None, None]:
-    """Measure `shards` on the Ray that this process is connected to, as `dispatch` says."""
+    """Measure `shards` on the Ray that this process is connected to, as `Driver` says."""
     on_cluster = resources.cluster is not None
     with ray_in_words(plan.run.run_id):
         # More replicas than shards would have nothing to do.
         count = min(resources.replicas, len(shards))
         replicas = RayReplicas(plan, resources, replica_class, count)
         try:
-            yield from dispatch(plan.run, shards, replicas, say, begin, measured, on_cluster)
+            driver = Driver(plan.run, shards, replicas, say, begin, measured, on_cluster)
+            yield from driver.outcomes()
         finally:
             replicas.kill()
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from headcount.jobs.cluster.ray_cluster import PROBE_SECONDS
 from headcount.jobs.plan.plan import Plan
-from headcount.jobs.run.dispatch import dispatch
+from headcount.jobs.run.dispatch import Driver
 from headcount.jobs.run.replicas import Died, Ended, Event, InHand, Loaded, ReplicaPlace
 from headcount.jobs.run.schedule import Call
 from headcount.schemas.files.commit import Commit, Failure
@@ -204,7 +204,8 @@ def simulate(
     times: list[float] = []
     is_done = np.zeros(shards, bool)
     began = time.process_time()
-    for outcome in dispatch(plan.run, np.arange(shards), cluster, said.append, clock=cluster.clock):
+    driver = Driver(plan.run, np.arange(shards), cluster, said.append, clock=cluster.clock)
+    for outcome in driver.outcomes():
         # A shard that nodes vanish under is no failure.
         assert isinstance(outcome, Commit)
         assert not is_done[outcome.shard]
