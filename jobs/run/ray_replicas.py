@@ -128,6 +128,7 @@ class RayReplicas:
         arguments = (read_code(), reference_bytes, resources, replica_class, resources.directory)
         self.actors = [_Actor(number, start_actor(*arguments)) for number in range(count)]
         self.working: dict[ray.ObjectRef, _Actor] = {}  # by calls that have not ended
+        self.is_ending = False  # whether all were told to leave, so that none is wanted again
         for actor in self.actors:
             actor.await_start()
 
@@ -150,6 +151,7 @@ class RayReplicas:
 
     def leave(self, reason: str) -> None:
         """Tell all replicas to finish what they measure, and to leave."""
+        self.is_ending = True
         for actor in self.actors:
             actor.ask_to_leave(reason)
 
@@ -186,7 +188,7 @@ class RayReplicas:
         for actor in self.actors:
             # A replica that leaves is kept by its calls alone. Its successor is the same actor in
             # another process.
-            has_left = actor.is_leaving and not actor.calls
+            has_left = actor.is_leaving and not actor.calls and not self.is_ending
             if has_left or (actor.ask_again is not None and time.monotonic() >= actor.ask_again):
                 actor.await_start()
         noticing = {actor.notice: actor for actor in self.actors if actor.notice is not None}
