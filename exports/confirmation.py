@@ -103,7 +103,7 @@ def _kept(
     """Show how far a check is, and keep what it has measured, whatever ends it."""
     from rich.console import Console
 
-    from headcount.jobs.run.progress import bar
+    from headcount.jobs.bars import bar
 
     done, saved = 0, time.monotonic()
     with bar(Console(stderr=True, highlight=False), "check", "check: ") as show:

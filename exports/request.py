@@ -171,7 +171,7 @@ class ExportRequest:
         """
         from rich.console import Console
 
-        from headcount.jobs.run.progress import waiting
+        from headcount.jobs.bars import waiting
 
         name = f"export-{self.export.name}"
         # All scans are checked before the first begins.

@@ -14,16 +14,17 @@ from typing import Literal
 
 from rich.console import Console
 
+from headcount.jobs import phases
+from headcount.jobs.bars import waiting
 from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.endings import is_a_command
 from headcount.jobs.plan.calibration import announce
-from headcount.jobs.plan.plan import make_plan, prepare_run, where_begun
+from headcount.jobs.plan.plan import make_plan, where_begun
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint, refuse_checkpoints
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.loop import run_to_end
-from headcount.jobs.run.progress import waiting
-from headcount.jobs.upkeep import phases
+from headcount.jobs.run.measuring import run_to_end
 from headcount.schemas.arguments import Location, Name, checked
 from headcount.schemas.errors import AnotherRunError, RunError, ScanError, counted, printable
 from headcount.schemas.files.run_directory import RunDirectory

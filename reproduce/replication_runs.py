@@ -11,10 +11,11 @@ from rich.console import Console
 
 from headcount.jobs.corpus.preparation import FOLDER, HERE, Preparation
 from headcount.jobs.plan.identity import find_run, without_model
-from headcount.jobs.plan.plan import Plan, plan_run, prepare_run
+from headcount.jobs.plan.plan import Plan, plan_run
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.loop import run_to_end
+from headcount.jobs.run.measuring import run_to_end
 from headcount.jobs.run.progress import WholeProgress
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.open.verified_files import Tell

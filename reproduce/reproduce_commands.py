@@ -132,7 +132,8 @@ def reproduce(
     # A place that cannot be is one mistake, and not a reason to skip every replication.
     check_directory("--out", out)
     # These import torch, which takes seconds: a mistake above is answered without it.
-    from headcount.jobs.run.progress import WholeProgress, waiting
+    from headcount.jobs.bars import waiting
+    from headcount.jobs.run.progress import WholeProgress
 
     console = Console(highlight=False, stderr=True)
     with waiting(console, "starting"):

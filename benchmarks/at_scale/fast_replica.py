@@ -28,7 +28,7 @@ from benchmarks.at_scale.scale import Idler, begin_run
 from benchmarks.measured_on import measured_now
 from headcount.jobs.cluster.ray_cluster import Resources, connect
 from headcount.jobs.plan.plan import Plan
-from headcount.jobs.run.dispatch import dispatch
+from headcount.jobs.run.ray_replicas import measure_on_ray
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commit import Commit
 from headcount.schemas.scans.intervention import NONE, Intervention
@@ -109,7 +109,7 @@ def share_of_waiting(plan: Plan) -> dict[str, float]:
     commits: list[Commit] = []
     arrivals: list[float] = []
     shards = np.arange(plan.manifest.shards)
-    for outcome in dispatch(plan, shards, Resources(1, 1, "cpu"), print, FastReplica):
+    for outcome in measure_on_ray(plan, shards, Resources(1, 1, "cpu"), print, FastReplica):
         if not isinstance(outcome, Commit):
             raise RunError(f"shard {outcome.shard}: {outcome.error}")
         commits.append(outcome)

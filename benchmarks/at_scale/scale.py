@@ -33,11 +33,12 @@ from rich.console import Console
 
 from benchmarks.measured_on import measured_now
 from headcount.jobs.cluster.ray_cluster import Resources, connect
-from headcount.jobs.plan.identity import begun_precisions
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
+from headcount.jobs.plan.begun_with import begun_precisions
+from headcount.jobs.plan.plan import Plan, make_plan, replan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.run.commit_log import CommitLog
-from headcount.jobs.run.dispatch import dispatch
 from headcount.jobs.run.loop import missing_shards
+from headcount.jobs.run.ray_replicas import measure_on_ray
 from headcount.jobs.upkeep.status import read_status
 from headcount.schemas.files.commit import COMMITS, Commit, Method
 from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, write_segment
@@ -157,7 +158,7 @@ def through_ray(
     resources = Resources(replicas, cores, "cpu")
     shards = np.arange(plan.manifest.shards)
     first_pass = last_commit = 0.0
-    for outcome in dispatch(plan, shards, resources, print, replica):
+    for outcome in measure_on_ray(plan, shards, resources, print, replica):
         last_commit = time.perf_counter()
         # The first outcome arrives when its shard is committed; its pass began that much earlier.
         first_pass = first_pass or last_commit - getattr(outcome, "seconds", 0.0)

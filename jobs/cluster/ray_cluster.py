@@ -31,10 +31,10 @@ from ray._private import ray_constants
 from ray._private.state import state
 from ray._private.worker import global_worker
 
+from headcount.jobs import phases
 from headcount.jobs.cluster.job_interpreter import SETUP_HOOK
 from headcount.jobs.endings import fail_at_once, starting_processes
 from headcount.jobs.resources import Resources
-from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.places import reason
@@ -65,13 +65,6 @@ HEAD_SECONDS = 10.0  # by default a command ends so long after its head; Ray's t
 
 WATCH_SECONDS = 1.0  # seconds between two looks at whether Ray is there
 PROBE_SECONDS = 2.0  # a process of Ray that does not accept a connection in this time is gone
-
-FIRST_COMMIT = "the first shard is committed"
-OF_LACK = ("waiting for a machine", "waiting for one")
-OF_NO_REPLICA = "all cores are taken"
-"""What a driver says on a cluster when a shard is measured, when it lacks machines, and when it may
-lack them or loads a model: `headcount submit` waits for one of these.
-"""
 
 JOINING = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
 """A program that joins a cluster and leaves it."""

@@ -32,15 +32,13 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from headcount.jobs.cluster.job_interpreter import INTERPRETER
 from headcount.jobs.cluster.ray_cluster import (
-    FIRST_COMMIT,
-    OF_LACK,
-    OF_NO_REPLICA,
     hook_variables,
     last_line,
     staged_code,
 )
-from headcount.jobs.plan.identity import last_run, next_run
+from headcount.jobs.job_state import JobState, is_state, states_in
 from headcount.jobs.resources import Resources
+from headcount.jobs.run_names import last_run, next_run
 from headcount.schemas.errors import HeadcountError, RunError, printable, unknown
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import StorePath, place, reason
@@ -55,7 +53,7 @@ LOG_SECONDS = 1.0  # pause between two looks at a log, a line every ten seconds
 
 LOG_LINES = 10  # the last lines of a log that are shown if a job has failed at once
 
-OF_RAY = ("Running entrypoint for job", "Runtime env is setting up")
+LINES_OF_RAY = ("Running entrypoint for job", "Runtime env is setting up")
 """What a log also holds, and what tells a user nothing."""
 
 TALKATIVE_MODULES = (
@@ -238,20 +236,21 @@ class JobClient:
                 return f"{job_id}: has ended, SUCCEEDED"
             if job.ended:
                 raise RunError(self._failure(job))
-            lines = self._log_lines(job)
-            if any(line.endswith(FIRST_COMMIT) for line in lines):
-                return f"{job_id}: {FIRST_COMMIT}"
+            driver = self._last_state(job)
+            if driver is not None and driver.state == "measuring":
+                return f"{job_id}: {driver.words}"
             is_late = time.monotonic() >= deadline
+            problem = ""
             # A model that is being loaded is no lack of machines, unless it takes long.
-            phrases = (*OF_LACK, OF_NO_REPLICA) if is_late else OF_LACK
-            state = next((line for line in lines if any(map(line.count, phrases))), "")
+            if driver is not None and (is_late or driver.state == "short of machines"):
+                problem = driver.words
             if is_late and job.state == "PENDING":
-                state = f"queued: the cluster has not started it in {QUEUED_SECONDS:.0f} s"
-                state += f" ({job.message})" if job.message else ""
-            if state:
+                problem = f"queued: the cluster has not started it in {QUEUED_SECONDS:.0f} s"
+                problem += f" ({job.message})" if job.message else ""
+            if problem:
                 at = f"{job_id} --address {self.url}"
                 return (
-                    f"{job_id}: {state}; it stays submitted: headcount logs {at} shows what it "
+                    f"{job_id}: {problem}; it stays submitted: headcount logs {at} shows what it "
                     f"does, headcount stop {at} takes it back"
                 )
             time.sleep(0.5)
@@ -296,25 +295,38 @@ class JobClient:
         return job
 
     def log(self, job: Job, follow: bool = False) -> Iterator[str]:
-        """Yield what a job's driver printed; with `follow`, also what it prints until it ends."""
+        """Yield what a job's driver printed for people; with `follow`, also what it prints until it
+        ends.
+        """
         printed = 0
         while True:
             # Asked before the log, which then holds all that the driver has printed.
             ended = self.job(job.job_id).ended
-            with self._explained():
-                text = self.client.get_job_logs(job.job_id)
-            yield text[printed:]
-            printed = len(text)
+            text = self._whole_log(job)
+            # A line that is not there to its end may be one for programs.
+            end = text.rfind("\n") + 1 if follow and not ended else len(text)
+            lines = text[printed:end].splitlines(keepends=True)
+            yield "".join(line for line in lines if not is_state(line))
+            printed = end
             if ended or not follow:
                 return
             time.sleep(LOG_SECONDS)
 
+    def _whole_log(self, job: Job) -> str:
+        with self._explained():
+            return self.client.get_job_logs(job.job_id)
+
+    def _last_state(self, job: Job) -> JobState | None:
+        """The last state that a job's driver has told; none before its first."""
+        states = [] if job.state == "PENDING" else [*states_in(self._whole_log(job))]
+        return states[-1] if states else None
+
     def _log_lines(self, job: Job) -> list[str]:
-        """What a job's driver has printed until now, without Ray's own lines."""
+        """What a job's driver has printed for people until now, without Ray's own lines."""
         if job.state == "PENDING":
             return []
         lines = "".join(self.log(job)).splitlines()
-        return [line for line in lines if line.strip() and not any(map(line.count, OF_RAY))]
+        return [line for line in lines if line.strip() and not any(map(line.count, LINES_OF_RAY))]
 
     def phase(self, job: Job) -> str:
         """What a job's driver has said last; of one that failed, its last error."""

@@ -100,7 +100,7 @@ def logs(
 def stop(run: RunOrJob, address: Address) -> None:
     """Stop a run's job. Committed shards stay, and `resume` continues the run."""
     from headcount.jobs.cluster.submission import JobClient
-    from headcount.jobs.upkeep.phases import forget
+    from headcount.jobs.phases import forget
     from headcount.schemas.files.run_directory import RunDirectory
     from headcount.schemas.places import place
 

@@ -227,7 +227,7 @@ def resume(
 
     It continues here, or as a job of a cluster. The scan file is not needed.
     """
-    from headcount.jobs.run.progress import waiting
+    from headcount.jobs.bars import waiting
 
     console = Console(highlight=False, stderr=True)
     directory = run_directory(run, runs)
@@ -263,10 +263,11 @@ def resume(
             "variables"
         )
     with waiting(console, "starting"):
+        from headcount.jobs import phases
         from headcount.jobs.corpus.preparation import Preparation
         from headcount.jobs.plan.plan import replan, where_begun
-        from headcount.jobs.run.loop import refuse_failures, run_to_end
-        from headcount.jobs.upkeep import phases
+        from headcount.jobs.run.loop import refuse_failures
+        from headcount.jobs.run.measuring import run_to_end
         from headcount.workers.process import prepare_process
 
     prepare_process()
@@ -307,7 +308,7 @@ def calibrate(
     the first and continues like any other. Views, reports and exports of effects then say how well
     the estimates agree.
     """
-    from headcount.jobs.run.progress import waiting
+    from headcount.jobs.bars import waiting
 
     directory = run_directory(run, runs)
     with waiting(Console(highlight=False, stderr=True), "starting"):

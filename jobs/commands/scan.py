@@ -95,13 +95,14 @@ def plan(
     # A mistake in the scan file shows before the seconds that the imports below take.
     scans = without_duplicates(scans_of(scan_file, overrides or ()), skip_duplicates)
     parsed_scan = scans[0].scan
-    from headcount.jobs.run.progress import waiting
+    from headcount.jobs.bars import waiting
     from headcount.schemas.files.run_directory import RunDirectory
 
     console, progress_console = Console(highlight=False), Console(highlight=False, stderr=True)
     with waiting(progress_console, "starting"):
+        from headcount.jobs.plan.begun_with import begun_precisions
         from headcount.jobs.plan.cost import Rehearsal, threads_of
-        from headcount.jobs.plan.identity import begun_precisions, find_run
+        from headcount.jobs.plan.identity import find_run
         from headcount.jobs.plan.plan import check_directories, plan_run
         from headcount.jobs.plan.resolved_scan import resolve
         from headcount.jobs.resources import Resources
@@ -275,10 +276,10 @@ def scan(
     ] = True,
 ) -> None:
     """Run scans. If a run was stopped or killed, the same command continues it."""
+    from headcount.jobs import phases
+    from headcount.jobs.bars import waiting
     from headcount.jobs.plan.same_weights import without_duplicates
     from headcount.jobs.plan.scan_files import scans_of
-    from headcount.jobs.run.progress import waiting
-    from headcount.jobs.upkeep import phases
 
     if new and run is not None:
         raise RunError(f"--new starts a run, --run {run} continues one; leave out one")
@@ -289,10 +290,12 @@ def scan(
     console = Console(highlight=False, stderr=True)
     with waiting(console, "starting"):
         from headcount.jobs.corpus.preparation import Preparation
-        from headcount.jobs.plan.plan import check_directories, make_plan, prepare_run
+        from headcount.jobs.plan.plan import check_directories, make_plan
         from headcount.jobs.plan.resolved_scan import check_scan
+        from headcount.jobs.plan.run_plan import prepare_run
         from headcount.jobs.resources import Resources
-        from headcount.jobs.run.loop import refuse_failures, run_to_end
+        from headcount.jobs.run.loop import refuse_failures
+        from headcount.jobs.run.measuring import run_to_end
         from headcount.jobs.upkeep.compaction import merge_finished
         from headcount.jobs.upkeep.merge_workers import merging
         from headcount.workers.process import prepare_process

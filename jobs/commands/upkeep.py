@@ -28,7 +28,7 @@ def check(
 
     Files that are not as committed are named. Nothing is changed.
     """
-    from headcount.jobs.run.progress import waiting
+    from headcount.jobs.bars import waiting
     from headcount.jobs.upkeep.checking import check_run, findings
     from headcount.schemas.files.run_directory import find_runs
     from headcount.schemas.places import absolute
@@ -81,7 +81,7 @@ def compact(
     hour, until the same command deletes it. A store has no locks: do not compact a run there during
     a scan of it.
     """
-    from headcount.jobs.run.progress import waiting
+    from headcount.jobs.bars import waiting
     from headcount.jobs.upkeep.compaction import compact
     from headcount.jobs.upkeep.merge_workers import merging
     from headcount.schemas.files.run_directory import find_runs

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from headcount.jobs import phases
+from headcount.jobs.bars import Show, bar
 from headcount.jobs.console import duration, say
-from headcount.jobs.run.progress import Show, bar
-from headcount.jobs.upkeep import phases
-from headcount.jobs.upkeep.metrics import TOKENS_PREPARED, node_name
+from headcount.jobs.job_state import StateTeller
+from headcount.jobs.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
 from headcount.schemas.places import Place, absolute, place, reason, wait_for_store
 from headcount.schemas.scans.scan import Scan
@@ -58,6 +59,7 @@ TASK_MEMORY = 1 << 30  # bytes of memory that a task asks Ray for
 DEATHS = 3  # how often the task of one extent may die
 NAMED_SPECIAL_TOKENS = 3  # special tokens in texts that a line names, with their numbers of texts
 LOOK_SECONDS = 5.0  # time between two looks at what is committed, if no task ends
+NO_NEWS = "no news of the tokens yet: all cores are taken"
 STARTING_NOTICE = 30.0  # seconds without a new portion after which a line says why nothing happens
 
 
@@ -122,14 +124,21 @@ _content_bytes = lru_cache(content_bytes_of)  # a sample of a compressed file is
 class CorpusWork:
     """What is there of a corpus, up to the first missing portion, and what is to be prepared."""
 
-    def __init__(self, sequences: Sequences, corpora: Place, show: Show | None = None) -> None:
+    def __init__(
+        self,
+        sequences: Sequences,
+        corpora: Place,
+        show: Show | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         assert sequences.corpus is not None
         self.sequences = sequences
+        self.clock = clock
         self.show_words = show
         self.store = sequences.store(corpora)
         self.extents = extents_of(sequences.corpus.sources)
         self.total_bytes = sum(extent.bytes for extent in self.extents)
-        self.began = time.monotonic()
+        self.began = clock()
         self.start_again()
         self.tokens_before = self.index.tokens  # tokens that earlier preparations left
 
@@ -206,7 +215,7 @@ class CorpusWork:
         if share is not None:
             parts.append(f"{share:.0%}")
         if prepared := index.tokens - self.tokens_before:
-            speed = prepared / (time.monotonic() - self.began)
+            speed = prepared / (self.clock() - self.began)
             parts.append(f"{speed:,.0f} tokens/s")
             if share:
                 parts.append(f"{duration(index.tokens * (1 - share) / share / speed)} left")
@@ -292,6 +301,7 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
 
     from headcount.jobs.cluster.ray_cluster import connect, lack_of_room, ray_in_words
 
+    state = StateTeller(tell)
     is_for_replicas = resources.replicas > 0
     resources = connect(replace(resources, replicas=max(1, resources.replicas)))
     code, directory = read_code(), resources.directory
@@ -332,8 +342,10 @@ def prepare_on_ray(work: CorpusWork, resources: Resources, tell: Callable[[str],
                 if ended or work.index.documents > documents_before:
                     last_news = time.monotonic()
                 if time.monotonic() - last_news > STARTING_NOTICE:
-                    lack = lack_of_room(replace(resources, device="cpu", cores=1))
-                    tell(lack or "no news of the tokens yet: all cores are taken")
+                    if lack := lack_of_room(replace(resources, device="cpu", cores=1)):
+                        state.tell("short of machines", lack)
+                    else:
+                        state.tell("without replicas", NO_NEWS)
                     last_news = time.monotonic()
     finally:
         # What the tasks that are left have committed stays.

@@ -1,8 +1,5 @@
 """Which run a scan is: the newest of its runs that measures the same, or one of its own.
 
-The first run of a scan is called NAME-HASH. Those that `headcount scan --new` starts are called
-NAME-HASH-2, NAME-HASH-3, …
-
 A run's identity is what its rows mean. Places do not belong to it: the content of a model, of a
 tokenizer and of texts does, by fingerprint.
 """
@@ -10,62 +7,20 @@ tokenizer and of texts does, by fingerprint.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from headcount.jobs.plan.resolved_scan import ResolvedScan
+from headcount.jobs.run_names import next_run, runs_of
 from headcount.schemas.errors import AnotherRunError, OtherRunError, RunError
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
 from headcount.schemas.kinds import WORDS
-from headcount.schemas.places import names, unread
+from headcount.schemas.places import names
 from headcount.schemas.scans.training_step import training_step
 
 FILE_OPTIONS = ("files", "text")  # options of input families that name files
-
-LIBRARIES = (
-    "torch", "transformers", "transformer_lens", "ray", "pyarrow", "datasets", "tokenizers",
-)  # fmt: skip
-"""Libraries whose versions a manifest records."""
-
-
-def runs_of(first_run: RunDirectory) -> list[RunDirectory]:
-    """The runs of the scan of `first_run`, the newest first; what has no manifest is none."""
-    runs = sorted(_by_number(first_run).items(), reverse=True)
-    return [run for _, run in runs if run.manifest_file.is_file()]
-
-
-def next_run(first_run: RunDirectory, other_run_ids: Iterable[str] = ()) -> RunDirectory:
-    """The run after all of a scan, so that nobody writes among what is left of a deleted one."""
-    runs = _by_number(first_run) | _by_number(first_run, other_run_ids)
-    if not runs:
-        return first_run
-    return RunDirectory(first_run.path.parent / f"{first_run.path.name}-{max(runs) + 1}")
-
-
-def last_run(first_run: RunDirectory, other_run_ids: Iterable[str]) -> RunDirectory:
-    """The newest run of the scan, here and elsewhere; `first_run` if there is none."""
-    elsewhere = _by_number(first_run, other_run_ids).items()
-    begun = [(n, run) for n, run in _by_number(first_run).items() if run.manifest_file.is_file()]
-    return max([*begun, *elsewhere], default=(0, first_run), key=lambda numbered: numbered[0])[1]
-
-
-def _by_number(
-    first_run: RunDirectory, run_ids: Iterable[str] | None = None
-) -> dict[int, RunDirectory]:
-    """Those of some runs that are of the scan, by number; by default those in its directory."""
-    directory = first_run.path.parent
-    try:
-        found = names(directory) if run_ids is None else [f"run_id={run_id}" for run_id in run_ids]
-    except OSError as error:
-        raise unread(directory, error) from None
-    # The first run has number 1, and no number in its name: -1 and -01 are none.
-    pattern = re.compile(rf"{re.escape(first_run.path.name)}(?:-([2-9]|[1-9]\d+))?")
-    matches = [match for name in found if (match := pattern.fullmatch(name))]
-    return {int(m[1] or 1): RunDirectory(directory / m[0]) for m in matches}
 
 
 class FoundRun(NamedTuple):
@@ -229,33 +184,3 @@ def _is_directory(data_set: object) -> bool:
 def _measured(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What records say of each name, by words such as `statistic entropy`."""
     return {f"{WORDS[field]} {name}": of[name] for field, of in records.items() for name in of}
-
-
-def check_code_of_run(run: RunDirectory, manifest: Manifest | None, code: str) -> None:
-    """Refuse code that has no part in a run yet; `manifest` is none if the run is new."""
-    if manifest is not None and code not in manifest.codes:
-        raise AnotherRunError(
-            run.path,
-            f"{run.run_id}: begun with code {manifest.code}, and the code here is {code}, which "
-            f"may measure something else; headcount resume {run.path} --allow-other-code continues "
-            "it, and every shard says which code measured it",
-        )
-
-
-def begun_precisions(run: RunDirectory) -> frozenset[str]:
-    """The precision of a run's shards, for replicas to compare with their own; or empty."""
-    commit = run.any_commit()
-    return frozenset() if commit is None else frozenset(m.precision for m in commit.methods)
-
-
-def changed_versions(manifest: Manifest) -> list[str]:
-    """One line that names the libraries of another version than at the run's begin, or no line."""
-    known = {name: release for name, release in manifest.versions.items() if name in LIBRARIES}
-    differences = differing_keys(known, {name: installed_version(name) for name in known})
-    return [f"begun with other libraries: {', '.join(differences)}"] if differences else []
-
-
-@cache
-def installed_version(library: str) -> str:
-    """The version of a library; to look it up reads files, and systems plan many runs."""
-    return version(library)

@@ -1,7 +1,7 @@
 """From a scan to a run: which run it is, and how that run's manifest will read.
 
 Everything is resolved and checked here, before anything is paid for. Planning changes nothing in a
-run's directory: `prepare_run` creates a new run, and `extend` lets one grow that is there.
+run's directory (`jobs.plan.run_plan` has what does).
 """
 
 import glob
@@ -14,31 +14,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from headcount.jobs import phases
 from headcount.jobs.corpus.estimate import CorpusEstimate, estimate_corpus
 from headcount.jobs.corpus.preparation import HERE, Preparation, corpora_of
 from headcount.jobs.corpus.run_corpus import RunCorpus, index_run, write_corpus
-from headcount.jobs.plan.identity import (
-    FILE_OPTIONS,
+from headcount.jobs.plan.begun_with import (
     LIBRARIES,
-    changed_versions,
     check_code_of_run,
-    check_same_identity,
-    find_run,
     installed_version,
-    with_advice,
 )
+from headcount.jobs.plan.identity import FILE_OPTIONS, check_same_identity, find_run, with_advice
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
+from headcount.jobs.plan.run_plan import RunPlan
 from headcount.jobs.resources import Resources
-from headcount.jobs.upkeep import phases
-from headcount.schemas.errors import OtherRunError, RunError, ScanError, counted
+from headcount.schemas.errors import OtherRunError, RunError, ScanError
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
-from headcount.schemas.places import check_directory, names, place, write_whole
+from headcount.schemas.places import check_directory, names, place
 from headcount.schemas.scans.overrides import field_of, override_fields
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.info.model_info import ModelInfo
 
 REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 """Fields that change no row; a manifest holds the values that were set last."""
@@ -52,55 +48,21 @@ SHARD_OPERATIONS = 3e12
 SETTABLE = (*REMEMBERED, *PLACES)  # what may change when a run continues
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A scan with every default resolved, its input known, and the run that it makes."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(RunPlan):
+    """The same with its input known."""
 
-    scan: Scan  # its `sequences` are those of the run, which may have more than were asked for
-    info: ModelInfo
     sequences: Sequences
-    run: RunDirectory
-    manifest: Manifest  # as it will be when the run continues
-    previous_manifest: Manifest | None  # as it lies there now; none if not begun
-    code: str  # fingerprint of the code here, which may differ from the code that began the run
-    requested_sequences: int  # how many sequences were asked for; the run may have more
     corpus: RunCorpus | None = None  # what the run keeps of it; none if only estimated
-    has_new_index: bool = False  # whether the corpus grew, was mended or moved: a new record of it
     estimate: CorpusEstimate | None = None
     """What the corpus probably holds, if its tokens are not ready and only a cost is asked for.
     Then `sequences` are those of a sample.
     """
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that go through the model, over all interventions."""
-        return self.manifest.sequences * self.scan.n_ctx * len(self.scan.interventions)
-
-    @property
-    def shards_done(self) -> int:
-        """How many shards are committed with all of their sequences."""
-        return int(holds_whole_shard(self.manifest, self.run.commit_log(["stop"])).sum())
-
-    @property
-    def notes(self) -> list[str]:
-        """What a user should know of the run before it continues."""
-        notes = list(self.info.notes)
-        if self.previous_manifest is None:
-            return notes
-        notes += changed_versions(self.previous_manifest)
-        previous, total = self.previous_manifest.sequences, self.manifest.sequences
-        if total > previous:
-            notes.append(f"extended from {previous:,} to {counted(total, 'sequence')}")
-        if self.requested_sequences < total:
-            notes.append(
-                f"{counted(self.requested_sequences, 'sequence')} asked for, and the run has "
-                f"{total:,}; they all stay, and nothing beyond those asked for is measured"
-            )
-        if self.code != self.previous_manifest.code:
-            notes.append(
-                f"begun with code {self.previous_manifest.code}, continues with code {self.code}"
-            )
-        return notes
+    def write_corpus(self) -> None:
+        """Keep with the run what it reads of its corpus, if it has one."""
+        if self.corpus is not None:
+            write_corpus(self.run, self.corpus, self.sequences)
 
 
 def make_plan(
@@ -283,40 +245,6 @@ def _manifest(
     if resolved.code not in previous.codes:
         changes["other_codes"] = previous.other_codes | {resolved.code: resolved.meanings}
     return previous.model_copy(update=changes)
-
-
-def prepare_run(plan: Plan, scan_text: str) -> None:
-    """Create the run's directory with `scan_text`; the manifest comes last: it makes it a run."""
-    if plan.run.manifest_file.is_file():
-        return
-    write_whole(plan.run.scan_file, scan_text.encode())
-    _write(plan)
-
-
-def check_unextended(plan: Plan) -> None:
-    """Refuse a plan of a run that another process has extended since it was planned."""
-    run = plan.run
-    if run.manifest().sequences != (plan.previous_manifest or plan.manifest).sequences:
-        raise RunError(
-            f"{run.path}: another process has extended this run meanwhile; run the same command "
-            "again"
-        )
-
-
-def extend(plan: Plan) -> None:
-    """Write a run's manifest as the plan has it, if that is another one than before."""
-    previous = plan.previous_manifest
-    if previous is not None and (plan.manifest != previous or plan.has_new_index):
-        _write(plan)
-
-
-def _write(plan: Plan) -> None:
-    """Write what a run keeps of its corpus if that is new, and last of all its manifest."""
-    before = plan.previous_manifest
-    is_new = before is None or plan.has_new_index or plan.manifest.sequences > before.sequences
-    if plan.corpus is not None and is_new:
-        write_corpus(plan.run, plan.corpus, plan.sequences)
-    write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())
 
 
 # A run continues from its directory alone. The names of its model and its files are meant from the

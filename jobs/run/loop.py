@@ -1,13 +1,12 @@
-"""Bring a run to its end: find what is missing, measure it, keep the commit log small.
+"""Bring a run to its end: find what is missing, have it measured, keep the commit log small.
 
-There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and without. Outcomes of
-shards, each a commit or a failure, come from `dispatch` or `measure_in_process`.
+There is one such loop. `scan`, `resume` and `reproduce` use it, with Ray and without. Whoever
+measures shards is handed in (`jobs.run.measuring`), and tells what became of each: a commit or a
+failure.
 """
 
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,18 +14,15 @@ import numpy as np
 from rich.console import Console
 
 from headcount.jobs.console import say
-from headcount.jobs.endings import finishing_work_in_hand, is_finishing, work_begins
-from headcount.jobs.plan.identity import begun_precisions, check_code_of_run
-from headcount.jobs.plan.plan import Plan, check_unextended, extend
-from headcount.jobs.resources import Resources
+from headcount.jobs.endings import finishing_work_in_hand
+from headcount.jobs.lock import locked
+from headcount.jobs.plan.begun_with import check_code_of_run
+from headcount.jobs.plan.run_plan import RunPlan, check_unextended, extend
 from headcount.jobs.run.commit_log import CommitLog
-from headcount.jobs.run.lock import locked
 from headcount.jobs.run.progress import WholeProgress, shown_progress
-from headcount.jobs.run.shards import Attempts, GatheredElsewhere, order_of_driver
-from headcount.jobs.upkeep import phases
-from headcount.jobs.upkeep.compaction import clean
+from headcount.jobs.upkeep.cleaning import clean
 from headcount.jobs.upkeep.removal import removed_if_it_never_began
-from headcount.schemas.errors import RunError, SilentStoreError, counted
+from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.commits import (
     delete,
@@ -38,35 +34,33 @@ from headcount.schemas.files.commits import (
 from headcount.schemas.files.damage import BY_CONTENT, BY_SIZE
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import reason
-from headcount.schemas.scans.scan import Scan
-from headcount.workers.interventions.settlement import check_begun
-from headcount.workers.known_models import KnownModels
-from headcount.workers.model.info.model_info import ModelInfo
-from headcount.workers.process import prepare_process
-from headcount.workers.replica import Replica, is_device_failure, resolve_device
-from headcount.workers.shard import committed_shard, failure_of, note_failure, run_shard
+
+Outcomes = Generator[Commit | Failure, None, None]
+
+Begin = Callable[[], None]  # called once a replica is there, before it measures
+Measured = Callable[[int, int], None]  # told a shard, and how many of its tokens are measured
+
+Measure = Callable[[np.ndarray, Begin, Measured], Outcomes]
+"""Measures, writes and commits shards; yields each commit and each failed attempt."""
 
 FAILURES_SHOWN = 10  # Failures that are said one by one at the end. A full disk may cause hundreds.
 
 
-def run_to_end(
-    plan: Plan,
-    resources: Resources,
+def bring_to_end(
+    plan: RunPlan,
+    measure: Measure,
     console: Console,
-    replica_class: type[Replica] = Replica,
+    first_words: str,
     *,
     verify: bool = False,
     stop_at_failure: bool = False,
     allow_other_code: bool = False,
-    models: KnownModels | None = None,
     all_runs: WholeProgress | None = None,
 ) -> list[Failure]:
     """Measure every shard that is not done; returns the failures.
 
-    `verify` reads every data file and measures damaged ones again. `stop_at_failure` raises at the
-    first failure instead of measuring the other shards. `allow_other_code` continues a run that
-    other measuring code began. `models` shares loaded models between runs in this process.
-    `all_runs` is told what is measured of several runs.
+    `first_words` say what is done until the first shard is begun. For the options, see
+    `jobs.run.measuring.run_to_end`.
     """
     tell = partial(say, console)
     run, previous = plan.run, plan.previous_manifest
@@ -91,27 +85,20 @@ def run_to_end(
         failures: list[Failure] = []
         if len(requested):
             tokens_done = plan.tokens - tokens_of(plan, requested)
-            words = "waiting for replicas" if resources.replicas else "loading the model"
-            with shown_progress(console, plan.tokens, tokens_done, words, all_runs) as progress:
-                if resources.replicas:
-                    outcomes = dispatched(
-                        plan, requested, resources, tell, replica_class, begin, progress.measured
-                    )
-                else:
-                    make = partial(replica_class, load=models.load) if models else replica_class
-                    outcomes = measure_in_process(
-                        plan, requested, resources, make, begin, progress.measured
-                    )
-                with (
-                    # An error keeps a generator alive. Closed here, replicas end while there is
-                    # still a Ray.
-                    closing(outcomes),
-                    finishing_work_in_hand(),
-                    CommitLog(run, tell, stop_at_failure) as commit_log,
-                ):
-                    for outcome in outcomes:
-                        commit_log.note(outcome)
-                        progress.note(outcome)
+            with (
+                shown_progress(
+                    console, plan.tokens, tokens_done, first_words, all_runs
+                ) as progress,
+                # An error keeps a generator alive. Closed here, replicas end while there is still a
+                # Ray.
+                closing(measure(requested, begin, progress.measured)) as outcomes,
+                finishing_work_in_hand(),
+                CommitLog(run, tell, stop_at_failure) as commit_log,
+            ):
+                # Each is a shard that was measured, written and committed, or that failed.
+                for outcome in outcomes:
+                    commit_log.note(outcome)
+                    progress.note(outcome)
             failures = progress.failures
         elif previous is None or plan.code in previous.codes or allow_other_code:
             begin()
@@ -140,22 +127,6 @@ def _finish(run: RunDirectory, tell: Callable[[str], None], shards: int, had_mis
         )
 
 
-def dispatched(
-    plan: Plan,
-    shards: np.ndarray,
-    resources: Resources,
-    tell: Callable[[str], None],
-    replica_class: type[Replica],
-    begin: Callable[[], None],
-    measured: Callable[[int, int], None],
-) -> Generator[Commit | Failure, None, None]:
-    """Measure `shards` on Ray, which takes a second to import."""
-    from headcount.jobs.cluster.ray_cluster import connect
-    from headcount.jobs.run.dispatch import dispatch
-
-    return dispatch(plan, shards, connect(resources), tell, replica_class, begin, measured)
-
-
 def refuse_failures(failures: Mapping[RunDirectory, list[Failure]]) -> None:
     """Raise an error if shards of some runs failed; it says how each of these runs continues."""
     if count := sum(map(len, failures.values())):
@@ -167,11 +138,11 @@ def refuse_failures(failures: Mapping[RunDirectory, list[Failure]]) -> None:
         )
 
 
-def tokens_of(plan: Plan, shards: np.ndarray) -> int:
+def tokens_of(plan: RunPlan, shards: np.ndarray) -> int:
     """Tokens that some shards send through the model, over all interventions."""
     # The last shard of a run may be short.
     starts = shards * plan.scan.sequences_per_shard
-    stops = np.minimum(starts + plan.scan.sequences_per_shard, len(plan.sequences))
+    stops = np.minimum(starts + plan.scan.sequences_per_shard, plan.manifest.sequences)
     return int((stops - starts).sum()) * plan.scan.n_ctx * len(plan.scan.interventions)
 
 
@@ -182,7 +153,7 @@ class ShardsLeft(NamedTuple):
     untrue: list[int]  # of the missing ones, those that have a commit: too short, or of lost files
 
 
-def shards_left(plan: Plan, verify: bool = False) -> ShardsLeft:
+def shards_left(plan: RunPlan, verify: bool = False) -> ShardsLeft:
     """The shards without a commit, and those whose commit is not true any more; changes nothing."""
     run, manifest = plan.run, plan.manifest
     commit_log = run.commit_log(["stop", *(BY_CONTENT if verify else BY_SIZE)], in_order=False)
@@ -203,12 +174,12 @@ def shards_left(plan: Plan, verify: bool = False) -> ShardsLeft:
     return ShardsLeft(np.flatnonzero(is_missing), sorted(untrue))
 
 
-def missing_shards(plan: Plan, verify: bool = False) -> np.ndarray:
+def missing_shards(plan: RunPlan, verify: bool = False) -> np.ndarray:
     """The shards that are to be measured, in order."""
     return shards_left(plan, verify).missing
 
 
-def begin_measuring(plan: Plan, untrue: Sequence[int]) -> None:
+def begin_measuring(plan: RunPlan, untrue: Sequence[int]) -> None:
     """Write down what a run becomes, and take back shards whose commits are not true any more.
 
     It is the first change of a run that continues. It comes when nothing can be refused any more: a
@@ -230,54 +201,3 @@ def begin_measuring(plan: Plan, untrue: Sequence[int]) -> None:
     # Drivers that were killed early left them: each gathers only what it measured itself.
     gather_loose(run.commits_directory, run.run_id)
     extend(plan)
-
-
-def measure_in_process(
-    plan: Plan,
-    shards: np.ndarray,
-    resources: Resources,
-    make_replica: Callable[[ModelInfo, Scan, str], Replica] = Replica,
-    begin: Callable[[], None] = lambda: None,
-    measured: Callable[[int, int], None] = lambda shard, tokens: None,
-) -> Generator[Commit | Failure, None, None]:
-    """Measure `shards` in turn; yields each commit and failure. SIGTERM ends it after a shard.
-
-    `begin` is called once the replica is there, and before the first shard; `measured` with how
-    many tokens of a shard are measured, after each batch.
-    """
-    device = resolve_device(resources.device)
-    prepare_process(threads=resources.cores or None)
-    phases.note("loading the model")
-    replica = make_replica(plan.info, plan.scan, device)
-    check_begun(begun_precisions(plan.run), replica.precision, plan.run.run_id, device)
-    begin()
-    attempts = Attempts(plan.run)
-    elsewhere = GatheredElsewhere(plan.run)
-    remaining = deque(order_of_driver(plan.run, shards).tolist())
-    while remaining and not is_finishing():
-        shard = remaining.popleft()
-        if shard in elsewhere:
-            continue
-        attempt = attempts.failed(shard) + 1
-        replica.after_batch = partial(measured, shard)
-        measured(shard, 0)
-        try:
-            outcome = committed_shard(plan.run, shard, int(plan.manifest.stops(shard)))
-            if outcome is None:
-                outcome = run_shard(replica, plan.run, plan.sequences.shard(shard), attempt)
-        except SilentStoreError:
-            raise  # It was asked for minutes, and would be again for a note or another shard.
-        except Exception as error:
-            outcome = note_failure(plan.run, failure_of(shard, error), attempt)
-            # After such an error every call on the device fails, so the other shards would too.
-            if is_device_failure(error):
-                raise RunError(
-                    f"shard {shard}: {outcome.error}; the same command continues in a new process"
-                ) from None
-            if attempts.may_try_again(shard):
-                # At once: then a cause that is in every shard is known after a few of them.
-                remaining.appendleft(shard)
-                outcome = replace(outcome, is_last=False)
-        # Before the first outcome the model was loaded, which is not worth waiting for.
-        work_begins()
-        yield outcome

@@ -1,25 +1,16 @@
-"""Progress of a scan in tokens: a bar on a terminal, elsewhere a line every few seconds."""
+"""How far a scan is, in tokens."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import ClassVar
+from contextlib import contextmanager
 
-import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+from headcount.jobs import phases
+from headcount.jobs.bars import Show, bar
 from headcount.jobs.console import duration
-from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import counted
 from headcount.schemas.files.commit import Commit, Failure
-
-Show = Callable[[str, float | None], None]  # words and a share, None if unknown
-
-QUIET_SECONDS = 10.0  # seconds between two lines if the console is not a terminal
-
-LONGEST_SILENCE = 20.0  # seconds after which the last words are printed again
 
 
 @contextmanager
@@ -46,7 +37,12 @@ class Progress:
     """
 
     def __init__(
-        self, tokens: int, done: int, show: Show, all_runs: "WholeProgress | None" = None
+        self,
+        tokens: int,
+        done: int,
+        show: Show,
+        all_runs: "WholeProgress | None" = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokens = tokens  # of the whole run
         self.done = self.done_before = done  # that are committed
@@ -55,11 +51,11 @@ class Progress:
         self.compute_seconds = self.idle_seconds = 0.0
         self.began: float | None = None  # when the first shard was begun, by the monotonic clock
         self.has_committed = False
-        self._show, self._all_runs = show, all_runs
+        self._show, self._all_runs, self._clock = show, all_runs, clock
 
     def measured(self, shard: int, tokens: int) -> None:
         """So many tokens of a shard are measured by now; 0 when it is begun."""
-        self.began = self.began or time.monotonic()
+        self.began = self.began or self._clock()
         self.in_hand[shard] = tokens
         self._tell()
 
@@ -75,7 +71,7 @@ class Progress:
             # does not make the scan look slow. The host's clock may be wrong, so the shard's
             # own duration is taken.
             if not self.has_committed:
-                begun = time.monotonic() - outcome.seconds
+                begun = self._clock() - outcome.seconds
                 self.began = min(begun, self.began or begun)
             self.has_committed = True
             self.done += outcome.tokens
@@ -92,7 +88,7 @@ class Progress:
         speed = None
         # Tokens of earlier commands say nothing about the speed of this one.
         if self.began is not None and measured > self.done_before:
-            speed = (measured - self.done_before) / (time.monotonic() - self.began)
+            speed = (measured - self.done_before) / (self._clock() - self.began)
             left = duration((self.tokens - measured) / speed)
             parts += [f"{speed:,.0f} tokens/s", f"{left} left"]
         if self.failures:
@@ -106,89 +102,11 @@ class Progress:
         """What was committed, how fast, and how busy replicas were; none without a commit."""
         if not self.has_committed or self.began is None:
             return None
-        measured, seconds = self.done - self.done_before, time.monotonic() - self.began
+        measured, seconds = self.done - self.done_before, self._clock() - self.began
         # Replicas work side by side, so these are sums over all of them.
         busy = self.compute_seconds / (self.compute_seconds + self.idle_seconds)
         speed = f"{measured / seconds:,.0f} tokens/s"
         return f"{measured:,} tokens in {duration(seconds)}, {speed}, replicas busy {busy:.0%}"
-
-
-@contextmanager
-def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
-    """A bar with words beside it, and the time; if the console is not a terminal, a line every few
-    seconds. Of bars within one another, the innermost has the lines.
-    """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
-    lines = _Lines(console, before_lines)
-    bars = rich.progress.Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    )
-    with bars, nullcontext() if console.is_terminal else lines.kept_coming():
-        task = bars.add_task(title, total=None, state="", visible=False)
-
-        def show(words: str, share: float | None) -> None:
-            # As long as nobody knows how much there is, the bar pulses.
-            total = None if share is None else 1.0
-            bars.update(task, completed=share, total=total, state=words, visible=True)
-            lines.tell(words)
-
-        yield show
-
-
-class _Lines:
-    """The lines of a bar where the console is not a terminal."""
-
-    of_bars: ClassVar[list["_Lines"]] = []  # that are shown, from the outermost to the innermost
-
-    def __init__(self, console: Console, before: str) -> None:
-        self.console, self.before = console, before
-        self.words = ""
-        # A short scan prints no line but its summary.
-        self.last_line = time.monotonic()
-
-    def tell(self, words: str) -> None:
-        """Print words if the last line was some time ago."""
-        self.words = words
-        if time.monotonic() - self.last_line >= QUIET_SECONDS:
-            self._print()
-
-    def _print(self) -> None:
-        if self.words and self.of_bars and self.of_bars[-1] is self:
-            self.console.print(f"{self.before}{self.words}", highlight=False, soft_wrap=True)
-            self.last_line = time.monotonic()
-
-    @contextmanager
-    def kept_coming(self) -> Iterator[None]:
-        """Within it, the last words are repeated if nothing is told for long."""
-        has_ended = threading.Event()
-
-        def repeat() -> None:
-            while not has_ended.wait(1.0):
-                if time.monotonic() - self.last_line >= LONGEST_SILENCE:
-                    self._print()
-
-        thread = threading.Thread(target=repeat, daemon=True)
-        self.of_bars.append(self)
-        thread.start()
-        try:
-            yield
-        finally:
-            self.of_bars.remove(self)
-            has_ended.set()
-            thread.join()
-
-
-@contextmanager
-def waiting(console: Console, words: str) -> Iterator[None]:
-    """Show what is done, where nobody knows how long it takes."""
-    with bar(console, "") as show:
-        show(words, None)
-        yield
 
 
 class WholeProgress:

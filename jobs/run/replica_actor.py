@@ -8,15 +8,16 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import ray
 from ray import cloudpickle
 
-from headcount.jobs.plan.identity import begun_precisions
+from headcount.jobs.metrics import BAD_ROWS, PHASE_SECONDS, TOKENS_MEASURED, node_name
+from headcount.jobs.plan.begun_with import begun_precisions
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.preemption import LeaveNotice
-from headcount.jobs.upkeep.metrics import BAD_ROWS, PHASE_SECONDS, TOKENS_MEASURED, node_name
+from headcount.jobs.run.replicas import InHand, ReplicaPlace
+from headcount.jobs.run.schedule import DEPTH
 from headcount.schemas.errors import RunError, SilentStoreError
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.places import wait_for_store
@@ -38,23 +39,7 @@ from headcount.workers.shard import (
     note_failure,
 )
 
-DEPTH = 3  # shards that a replica works at: one is read, one is measured, one is written
-
 CALLS = DEPTH + 3  # calls at once: its shards, the wait for a notice, how far it is, and one more
-
-
-class InHand(NamedTuple):
-    """What a replica measures, and has not committed."""
-
-    shard: int
-    tokens: int  # that are measured already
-
-
-class ReplicaPlace(NamedTuple):
-    """Where a replica runs."""
-
-    node_id: str  # as Ray knows the node
-    host: str
 
 
 @ray.remote

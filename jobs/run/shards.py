@@ -3,7 +3,7 @@
 Several drivers may be at work on one run in a store, which has no locks. So each measures the
 shards in another order, and looks whether a shard is committed before it is measured: by its
 commit's file, and by the segments of other drivers. Where two come to the same shard at the same
-moment, the first commit counts. On a disk a lock (`jobs.run.lock`) lets in one driver only.
+moment, the first commit counts. On a disk a lock (`jobs.lock`) lets in one driver only.
 """
 
 import random

@@ -21,19 +21,17 @@ short, and is measured anew when the run grows. It is a group of its own. A dama
 sample is written again in the same three steps.
 """
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 
-from headcount.jobs.run.lock import locked
+from headcount.jobs.lock import locked
+from headcount.jobs.upkeep.cleaning import clean, shard_of
 from headcount.jobs.upkeep.merged_files import (
     Group,
     MergeGroups,
@@ -41,7 +39,7 @@ from headcount.jobs.upkeep.merged_files import (
     is_merged,
     merged_here,
 )
-from headcount.schemas.errors import HeadcountError, RunError, counted
+from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.commits import (
     COMMITS_PER_SEGMENT,
@@ -53,7 +51,7 @@ from headcount.schemas.files.commits import (
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.kinds import OF_MERGED, TABLES
-from headcount.schemas.places import Place, listed, names, reason
+from headcount.schemas.places import names, reason
 
 ROWS = 2_000_000  # rows of the largest table in a group; a shard with more is a group
 MOST_SHARDS = COMMITS_PER_SEGMENT  # of a group, however small: their files are read at once
@@ -62,14 +60,6 @@ LARGE_ROWS = ROWS // 2
 """Rows from which on a complete run is merged without being asked. The rows of a smaller one answer
 as quickly as roll-ups.
 """
-
-GRACE = timedelta(hours=1)
-"""How long files stay in a store after they were written, and after a segment ceased to name them.
-
-A query that began before reads them, and another compaction may be about to name them.
-"""
-
-LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
 Tell = Callable[[str], None]  # takes a line for the user
 
@@ -115,7 +105,9 @@ def compact(
         raise RunError(f"{run.path}: {reason(error)}; mend that, then compact again") from None
 
 
-def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> None:
+def merge_finished(
+    run: RunDirectory, merge_groups: MergeGroups, tell: Tell, large_rows: int = LARGE_ROWS
+) -> None:
     """Merge the shards of a large run that is complete, so that dashboards read its roll-ups."""
     # Nothing locks a run in a store: somebody else may be extending it.
     if not isinstance(run.path, Path):
@@ -123,7 +115,7 @@ def merge_finished(run: RunDirectory, merge_groups: MergeGroups, tell: Tell) -> 
     commit_log = run.commit_log(["rows"])
     # A run without any commit has no sum.
     rows = pc.sum(commit_log["rows"]).as_py() or 0
-    if len(commit_log) < run.manifest().shards or rows < LARGE_ROWS:
+    if len(commit_log) < run.manifest().shards or rows < large_rows:
         return
     try:
         problems = compact(run, tell=tell, merge_groups=merge_groups).problems
@@ -146,8 +138,8 @@ def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) 
     damages = run.damaged_files(commit_log, manifest, OF_MERGED)
     damaged_rollups = frozenset(damage.path for damage in damages)
 
-    def group_of(positions: np.ndarray) -> Group:
-        commits = commit_log.take(pa.array(positions)).select(COMMITS.names)
+    def group_of(positions: pa.Array) -> Group:
+        commits = commit_log.take(positions).select(COMMITS.names)
         return Group(run, commits, damaged_rollups)
 
     unmerged = [one for one in _groups(commit_log, manifest, rows) if not is_merged(group_of(one))]
@@ -170,37 +162,39 @@ def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) 
     return list(dict.fromkeys(problems.values()))
 
 
-def _groups(commit_log: pa.Table, manifest: Manifest, rows: int) -> list[np.ndarray]:
-    """The shards that are merged with one another, as positions in the commit log.
+def _groups(commit_log: pa.Table, manifest: Manifest, rows: int) -> list[pa.Array]:
+    """The shards that are merged with one another, as positions in the commit log, in order.
 
     One code measured them, so that either code can be read alone, and they hold all their
     sequences: a shard that will be longer is in no file with others.
     """
     if not len(commit_log):
         return []
-    lists = commit_log["files"].combine_chunks()
-    files = pc.list_flatten(lists)
+    file_lists = commit_log["files"].combine_chunks()
+    files = pc.list_flatten(file_lists)
     once = pa.array([name for name, table in TABLES.items() if table.written == "once"])
     is_once = pc.is_in(pc.struct_field(files, "table"), once)
     most_rows = pc.max(pc.struct_field(files, "rows").filter(pc.invert(is_once))).as_py()
     shards_of_group = min(MOST_SHARDS, max(1, rows // max(1, most_rows)))
-
-    # Shards that were merged share all their files, so the first file tells which they are. They
-    # are in the group of the first of them: if other `rows` made the file, it may span several.
-    _, first_files = np.unique(pc.list_parent_indices(lists).to_numpy(), return_index=True)
-    paths = pc.struct_field(files, "path").take(pa.array(first_files))
-    file_of_shard = paths.dictionary_encode().indices.to_numpy()
-    _, first_places = np.unique(file_of_shard, return_index=True)
-    groups = commit_log["shard"].to_numpy()[first_places[file_of_shard]] // shards_of_group
-
-    sequences = pc.subtract(commit_log["stop"], commit_log["start"]).to_numpy()
-    is_short = sequences < manifest.identity["scan"]["sequences_per_shard"]
-    codes = commit_log["code"].combine_chunks().dictionary_encode().indices.to_numpy()
-    keys = np.stack([groups, is_short, codes])
-    # Stable: within a group, shards stay in order.
-    order = np.lexsort(keys)
-    begins = np.diff(keys[:, order]).any(axis=0)
-    return np.split(order, np.flatnonzero(begins) + 1)
+    sequences = pc.subtract(commit_log["stop"], commit_log["start"])
+    shards = pa.table(
+        {
+            "position": np.arange(len(commit_log)),
+            "shard": commit_log["shard"],
+            "first_file": pc.struct_field(file_lists.values, "path").take(file_lists.offsets[:-1]),
+            "is_short": pc.less(sequences, manifest.identity["scan"]["sequences_per_shard"]),
+            "code": commit_log["code"],
+        }
+    )
+    # Shards that were merged share all their files. They are in the group of the first of them: if
+    # other `rows` made the file, it may span several.
+    sharing = pc.index_in(shards["first_file"], shards["first_file"])
+    group = pc.divide(shards["shard"].take(sharing), shards_of_group)
+    keys = ["code", "is_short", "group"]
+    # In one thread, the shards of a group stay in order.
+    groups = shards.append_column("group", group).group_by(keys, use_threads=False)
+    in_order = groups.aggregate([("position", "list")]).sort_by([(k, "ascending") for k in keys])
+    return [positions.values for positions in in_order["position_list"]]
 
 
 def _gather_all(run: RunDirectory) -> None:
@@ -223,73 +217,8 @@ def _gather_all(run: RunDirectory) -> None:
     delete(
         directory / name
         for name in file_names
-        if name.endswith(".tmp") or _shard_of(name) in gathered_shards
+        if name.endswith(".tmp") or shard_of(name) in gathered_shards
     )
-
-
-def clean(run: RunDirectory, tell: Tell) -> None:
-    """Delete files that no commit names, of shards that are done; the caller has the run's lock.
-
-    Those of lost attempts go at once, and on a disk also those that were merged, so that a bare
-    glob is right. In a store what was merged goes an hour later. A file of a shard that is not done
-    stays: somebody may be about to commit it.
-    """
-    # Listed before the commit log is read: an attempt that is committed meanwhile loses nothing.
-    times = {
-        f"{table}/{folder}": _times(run.path / table / folder)
-        for table in TABLES
-        for folder in names(run.path / table)
-    }
-    # Unless shards were merged, each has one file in a directory. The commit log is read only if
-    # that is not so, because in a store each commit is two requests.
-    shards = [list(map(_shard_of, files)) for files in times.values()]
-    if all(None not in each and len(set(each)) == len(each) for each in shards):
-        return
-    commit_log = run.commit_log(["files.path"])
-    paths = pc.struct_field(pc.list_flatten(commit_log["files"]), "path")
-    shard_of_path = commit_log["shard"].take(pc.list_parent_indices(commit_log["files"]))
-    merged = set(shard_of_path.filter(pc.match_substring(paths, "/merged-")).to_pylist())
-    attempted = set(commit_log["shard"].to_pylist()) - merged
-    named = set(paths.to_pylist())
-    unnamed = {
-        run.path / directory / name: written
-        for directory, files in times.items()
-        for name, written in files.items()
-        if f"{directory}/{name}" not in named
-    }
-    lost = [f for f in unnamed if f.name.endswith(".tmp") or _shard_of(f.name) in attempted]
-    replaced = [f for f in unnamed if f.name.startswith("merged-") or _shard_of(f.name) in merged]
-    # Until the newest segment was written, another one may have named any of them.
-    segments = {name: t for name, t in _times(run.commits_directory).items() if "segment-" in name}
-    newest_segment = max(segments.values(), default=LONG_AGO)
-    # In a store `locked` has just written this object, so it tells the time by the store's clock.
-    now = _times(run.path).get(".lock", LONG_AGO)
-    limit = now if isinstance(run.path, Path) else now - GRACE
-    old = [file for file in replaced if max(unnamed[file], newest_segment) <= limit]
-    delete([*lost, *old])
-    if waiting := len(replaced) - len(old):
-        tell(
-            f"{run.run_id}: {counted(waiting, 'file')} may still be read and can go in an hour, by "
-            f"headcount compact {run.path}; until then a bare glob counts rows twice"
-        )
-
-
-def _times(directory: Place) -> dict[str, datetime]:
-    """When each file was written, by the clock of the store. On a disk it does not matter."""
-    if isinstance(directory, Path):
-        return dict.fromkeys(names(directory), LONG_AGO)
-    files = [info for info in listed(directory) if info.type is pafs.FileType.File]
-    return {file.base_name: file.mtime for file in files}
-
-
-SHARD_FILE = re.compile(r"shard-(\d+)(-[0-9a-f]+)?\.(json|parquet)")
-"""Names of the files of one shard: its commit, and its data."""
-
-
-def _shard_of(name: str) -> int | None:
-    """The shard that a file is named after; none if it has another kind of name."""
-    match = SHARD_FILE.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def _size(run: RunDirectory) -> Size:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headcount.jobs.run.lock import locked
-from headcount.jobs.upkeep import phases
+from headcount.jobs import phases
+from headcount.jobs.lock import locked
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import (

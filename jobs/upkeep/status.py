@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.jobs.console import duration
-from headcount.jobs.upkeep.phases import drivers_of, runs_with_drivers
+from headcount.jobs.phases import drivers_of, runs_with_drivers
 from headcount.schemas.errors import RunError, printable
 from headcount.schemas.files.damage import BY_SIZE
 from headcount.schemas.files.document_fates import Fates

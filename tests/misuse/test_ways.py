@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from headcount.jobs.plan.identity import last_run, next_run, runs_of
-from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.plan import make_plan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.plan.scan_files import portable_scan
+from headcount.jobs.run_names import last_run, next_run, runs_of
 from headcount.jobs.upkeep.removal import remove
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory

@@ -47,8 +47,32 @@ rooms.
 FLOORS = (tuple(ROOMS), ("headcount.workers.replica",), ("headcount.workers.shard",))
 """Rooms and files of `workers` from the ground up: none imports one of a floor above it."""
 
+FLOORS_OF_JOBS = (
+    # What every command may need.
+    (
+        "headcount.jobs.bars",
+        "headcount.jobs.console",
+        "headcount.jobs.endings",
+        "headcount.jobs.job_state",
+        "headcount.jobs.lock",
+        "headcount.jobs.metrics",
+        "headcount.jobs.phases",
+        "headcount.jobs.resources",
+        "headcount.jobs.run_names",
+    ),
+    ("headcount.jobs.cluster",),
+    ("headcount.jobs.upkeep",),
+    ("headcount.jobs.corpus",),
+    ("headcount.jobs.plan",),
+    ("headcount.jobs.run",),
+    ("headcount.jobs.api",),
+    ("headcount.jobs.commands",),
+)
+"""Folders and files of `jobs` from the ground up: none imports one of a floor above it."""
+
 SPINE = (
     "jobs/run/loop.py",
+    "jobs/run/measuring.py",
     "workers/shard.py",
     "workers/replica.py",
     "workers/measurements/batch.py",
@@ -83,8 +107,8 @@ ONLY_IN = {
     "jinja2": ("queries/report/html_page.py",),
     "psutil": ("jobs/cluster/ray_cluster.py", "workers/memory.py"),
     "ray": (
-        "jobs/run/dispatch.py", "jobs/run/preemption.py", "jobs/run/replica_actor.py",
-        "jobs/upkeep/merge_workers.py", "jobs/upkeep/metrics.py",
+        "jobs/run/ray_replicas.py", "jobs/run/preemption.py", "jobs/run/replica_actor.py",
+        "jobs/upkeep/merge_workers.py", "jobs/metrics.py",
         "jobs/corpus/preparation.py",
         "jobs/cluster/kubernetes_job.py", "jobs/cluster/ray_cluster.py",
         "jobs/cluster/submission.py",
@@ -173,7 +197,7 @@ def arrows(is_forbidden: Callable[[str, str], bool]) -> list[str]:
 
 
 def room_of(module: str) -> str:
-    """The room that a module of `workers` is in: its folder, or the file itself."""
+    """The room of `workers` or `jobs` that a module is in: its folder, or the file itself."""
     return ".".join(module.split(".")[:3])
 
 
@@ -201,6 +225,24 @@ def test_a_room_of_the_workers_imports_only_rooms_and_floors_below_it() -> None:
         return floor_of.get(other, 0) > floor_of.get(room, len(FLOORS))
 
     assert arrows(is_forbidden) == []
+
+
+def test_a_folder_of_jobs_imports_only_floors_below_it() -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS_OF_JOBS) for room in rooms}
+    modules = [name for name in graph() if name.startswith("headcount.jobs.")]
+    assert {room_of(module) for module in modules} == floor_of.keys()
+
+    def is_forbidden(module: str, name: str) -> bool:
+        room, other = room_of(module), room_of(name)
+        return room in floor_of and floor_of.get(other, -1) > floor_of[room]
+
+    assert arrows(is_forbidden) == []
+
+
+def test_the_loop_of_a_run_knows_no_model_no_corpus_and_no_cluster() -> None:
+    needed = closure_of("headcount.jobs.run.loop")
+    rooms = ("headcount.jobs.cluster", "headcount.jobs.corpus", *FLOORS[1], *FLOORS[2], *HARD_ROOMS)
+    assert [name for name in needed if name.startswith(rooms)] == []
 
 
 @pytest.mark.parametrize("library", ONLY_IN)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headcount.jobs.plan.plan import prepare_run
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.run.loop import missing_shards
 from headcount.queries.ask.asking import RunDatabase
 from headcount.reproduce.replication import (

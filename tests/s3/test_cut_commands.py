@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
+from headcount.jobs import phases
 from headcount.jobs.run.loop import missing_shards
-from headcount.jobs.upkeep import phases
 from headcount.schemas.errors import RunError, StoreError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import StorePath, matching, names, place, sizes, write_whole

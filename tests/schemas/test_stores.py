@@ -25,11 +25,8 @@ from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.commands.doctor import check_out
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.run.commit_log import MOST_UNWRITTEN, CommitLog
-from headcount.jobs.run.loop import (
-    measure_in_process,
-    missing_shards,
-    run_to_end,
-)
+from headcount.jobs.run.loop import missing_shards
+from headcount.jobs.run.measuring import measure_in_process, run_to_end
 from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.status import read_status
 from headcount.queries.ask.answers import run_query

@@ -23,10 +23,11 @@ from typing import NamedTuple
 import psutil
 from ray.cluster_utils import Cluster
 
-from headcount.jobs.plan.plan import make_plan, prepare_run
-from headcount.jobs.run.lock import locked
+from headcount.jobs.lock import locked
+from headcount.jobs.plan.plan import make_plan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.upkeep.checking import check_run
-from headcount.jobs.upkeep.compaction import clean
+from headcount.jobs.upkeep.cleaning import clean
 from headcount.schemas.files.run_directory import RunDirectory, shard_file_name
 from headcount.schemas.places import StorePath, names
 from headcount.schemas.scans.scan import load_scan

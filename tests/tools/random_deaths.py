@@ -25,9 +25,10 @@ from typing import Any
 
 from rich.console import Console
 
-from headcount.jobs.plan.plan import make_plan, prepare_run
+from headcount.jobs.plan.plan import make_plan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.run import loop
+from headcount.jobs.run.measuring import run_to_end
 from headcount.jobs.upkeep.compaction import compact
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.files.run_directory import RunDirectory
@@ -165,7 +166,7 @@ def measure(scan: dict[str, Any]) -> None:
     plan = make_plan(parse_scan(scan), "deaths")
     prepare_run(plan, "")
     quiet = Console(file=io.StringIO())
-    loop.run_to_end(plan, Resources(0, 1, "cpu", None), quiet, replica_class=ToyReplica)
+    run_to_end(plan, Resources(0, 1, "cpu", None), quiet, replica_class=ToyReplica)
 
 
 def merge(scan: dict[str, Any]) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 from rich.console import Console
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.loop import missing_shards, run_to_end
+from headcount.jobs.run.loop import missing_shards
+from headcount.jobs.run.measuring import run_to_end
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard

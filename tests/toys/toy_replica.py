@@ -86,9 +86,9 @@ class SteadyReplica(ToyReplica):
 def main() -> None:
     """`headcount …` with steady replicas."""
     import headcount.command_line
-    import headcount.jobs.run.loop
+    import headcount.jobs.run.measuring
 
-    headcount.jobs.run.loop.run_to_end = partial(
-        headcount.jobs.run.loop.run_to_end, replica_class=SteadyReplica
+    headcount.jobs.run.measuring.run_to_end = partial(
+        headcount.jobs.run.measuring.run_to_end, replica_class=SteadyReplica
     )
     headcount.command_line.main()

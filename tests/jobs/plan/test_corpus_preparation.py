@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -25,11 +24,12 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import headcount
+from headcount.jobs import bars
 from headcount.jobs.corpus import preparation as corpus_preparation
-from headcount.jobs.corpus.preparation import Preparation, corpora_of
+from headcount.jobs.corpus.preparation import CorpusWork, Preparation, corpora_of, prepare_here
 from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.resources import Resources
-from headcount.jobs.run import progress
 from headcount.schemas.errors import CorpusError, HeadcountError, RunError
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
@@ -111,7 +111,7 @@ def console() -> tuple[Console, io.StringIO]:
 
 @pytest.fixture(autouse=True)
 def _talkative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
 
 
 def plan_and_progress(fields: dict[str, Any]) -> tuple[Plan, list[str]]:
@@ -253,28 +253,30 @@ def test_a_preparation_says_how_far_it_is(
 ):
     for module in (store_preparation, corpus_preparation):
         monkeypatch.setattr(module, "PORTION_LETTERS", 500)
-    # Every look at the clock is a second after the last one.
-    seconds = itertools.count()
-    monkeypatch.setattr(corpus_preparation.time, "monotonic", lambda: float(next(seconds)))
     write_texts(tmp_path / "a.jsonl", *["x" * 99] * 10)
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("{\n")
     fields = fields_of(model, tmp_path, bad_rows=0.5)
+    scan = parse_scan(fields)
     lines: list[str] = []
-
-    @contextlib.contextmanager
-    def kept(*_: object) -> Iterator[progress.Show]:
-        yield lambda words, _: lines.append(words)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus_preparation, "bar", kept)
-        plan_and_progress(fields)
+    # Every look at the clock is a second after the last one.
+    seconds = itertools.count()
+    work = CorpusWork(
+        resolve(scan).sequences,
+        corpora_of(scan),
+        lambda words, _: lines.append(words),
+        clock=lambda: float(next(seconds)),
+    )
+    work.store.create()
+    work.show()
+    prepare_here(work)
+    assert work.is_done
     first, *_, last = lines
     assert first == "0 documents, 0 tokens, 0%"
     second = r"6 documents, 594 tokens, \d\d%, \d+ tokens/s, [\d.]+ s left"
     assert any(re.fullmatch(second, line) for line in lines)
     assert re.fullmatch(r"11 documents, 990 tokens, 1 bad row, 100%, .*, 0.0 s left", last)
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 1000.0)
+    monkeypatch.setattr(bars, "QUIET_SECONDS", 1000.0)
     assert plan_and_progress(fields | {"corpora": str(tmp_path / "again")})[1] == []
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.queries.open.connection import connect
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.fingerprints import fingerprint

@@ -27,21 +27,23 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from rich.console import Console
 
-from headcount.jobs import endings
+from headcount.jobs import endings, phases
 from headcount.jobs.cluster.ray_cluster import (
-    FIRST_COMMIT,
     HEAD_SECONDS,
     RECONNECT,
     Resources,
     version_problem,
 )
 from headcount.jobs.endings import Stopped, listen_to_signals
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run, replan
-from headcount.jobs.run import dispatch
+from headcount.jobs.job_state import JobState, is_state, states_in
+from headcount.jobs.plan.plan import Plan, make_plan, replan
+from headcount.jobs.plan.run_plan import prepare_run
+from headcount.jobs.run import ray_replicas, schedule
 from headcount.jobs.run.commit_log import MOST_FAILURES
-from headcount.jobs.run.loop import refuse_failures, run_to_end, tokens_of
+from headcount.jobs.run.dispatch import FIRST_COMMIT
+from headcount.jobs.run.loop import refuse_failures, tokens_of
+from headcount.jobs.run.measuring import run_to_end
 from headcount.jobs.run.shards import ATTEMPTS
-from headcount.jobs.upkeep import phases
 from headcount.jobs.upkeep.status import Status, read_status
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
@@ -231,7 +233,7 @@ def test_a_shard_that_kills_its_replica_is_reported_and_the_others_are_done(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A slow restart is waited for, and is no failed one.
-    monkeypatch.setattr(dispatch, "MOST_FAILED_STARTS", 1)
+    monkeypatch.setattr(schedule, "MOST_FAILED_STARTS", 1)
     deadly_shard = poison_a_shard(plan, 17)
     (failure,) = run_to_end(plan, Resources(2, 1, "cpu"), SILENT, KillingReplica)
     assert failure.shard == deadly_shard
@@ -249,7 +251,7 @@ def test_a_replica_that_starts_again_holds_up_no_other(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Waiting for it would take four minutes.
-    monkeypatch.setattr(dispatch, "RESTART_PAUSE", 240)
+    monkeypatch.setattr(ray_replicas, "RESTART_PAUSE", 240)
     began = time.monotonic()
     assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, OnceDyingReplica) == []
     assert time.monotonic() - began < 240
@@ -258,8 +260,7 @@ def test_a_replica_that_starts_again_holds_up_no_other(
 
 @needs_ray
 @pytest.mark.long
-def test_a_slow_replica_does_not_delay_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LEAST_PATIENCE", 0.5)
+def test_a_slow_replica_does_not_delay_the_end(plan: Plan) -> None:
     # Waiting for the slow replica would take ten minutes.
     began = time.monotonic()
     assert run_to_end(plan, Resources(2, 1, "cpu"), SILENT, SleepingReplica) == []
@@ -432,8 +433,12 @@ def test_a_driver_without_ray_ends_in_one_line_and_the_run_continues(
     assert ended.code == 2
     first_line, *progress, last_line = ended.stderr.splitlines()
     assert first_line.endswith("480 tokens, 60 shards, 0 of them done")
+    # It is the driver of a job, which tells programs, too.
+    told = [state for state in states_in(ended.stderr) if state.state == "measuring"]
+    assert told == [JobState(state="measuring", words=FIRST_COMMIT)]
     of_progress = f"[0-9]+ of 480 tokens, .*|{find_runs(tmp_path)[0].run_id}: {FIRST_COMMIT}"
-    assert all(re.fullmatch(of_progress, line) for line in progress), ended.stderr
+    said = [line for line in progress if not is_state(line)]
+    assert all(re.fullmatch(of_progress, line) for line in said), ended.stderr
     (run,) = find_runs(tmp_path)
     advice = "start the cluster again, and the same command continues where it stopped"
     assert re.fullmatch(f"error: {run.run_id}: {problem}; {advice}", last_line)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs import bars, phases
+from headcount.jobs.bars import bar, waiting
+from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.run import progress
-from headcount.jobs.run.loop import measure_in_process
-from headcount.jobs.run.progress import Progress, bar, waiting
-from headcount.jobs.upkeep import phases
+from headcount.jobs.run.measuring import measure_in_process
+from headcount.jobs.run.progress import Progress
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.files.commit import Failure
 from headcount.schemas.scans.scan import parse_scan
@@ -50,11 +51,10 @@ def test_each_batch_is_told_while_its_shard_is_measured(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_failed_shard_has_measured_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failed_shard_has_measured_is_taken_back() -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     shown: list[tuple[str, float | None]] = []
-    told = Progress(1000, 400, lambda words, share: shown.append((words, share)))
+    told = Progress(1000, 400, lambda *words: shown.append(words), clock=lambda: now[0])
     told.measured(4, 0)
     assert shown[-1] == ("400 of 1,000 tokens", 0.4)
     now[0] += 10
@@ -68,7 +68,7 @@ def test_what_a_failed_shard_has_measured_is_taken_back(monkeypatch: pytest.Monk
 
 
 def test_lines_keep_coming_where_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LONGEST_SILENCE", 0.0)
+    monkeypatch.setattr(bars, "LONGEST_SILENCE", 0.0)
     text = io.StringIO()
     console = Console(file=text, width=80)
     with waiting(console, "planning"), bar(console, "tokens", "tokens: ") as show:

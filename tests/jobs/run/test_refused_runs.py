@@ -16,7 +16,7 @@ from headcount import app
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.plan import Plan, make_plan, replan
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.loop import run_to_end
+from headcount.jobs.run.measuring import run_to_end
 from headcount.jobs.upkeep.compaction import compact
 from headcount.jobs.upkeep.removal import remove
 from headcount.schemas.errors import HeadcountError, ModelError, RunError
@@ -90,7 +90,7 @@ def a_cluster_that_is_not_there(run: RunDirectory, _: pytest.MonkeyPatch) -> Non
 
 
 def a_device_that_is_not_there(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    command(monkeypatch, "resume", run.path, "--set", f"sequences={LONGER}", "--device", "cuda")
+    command("resume", run.path, "--set", f"sequences={LONGER}", "--device", "cuda")
 
 
 def another_driver(run: RunDirectory, _: pytest.MonkeyPatch) -> None:
@@ -114,15 +114,15 @@ def another_formula_of_this_code(run: RunDirectory, _: pytest.MonkeyPatch) -> No
 
 
 def a_field_that_changes_rows(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    command(monkeypatch, "resume", run.path, "--set", 'statistics=["entropy"]')
+    command("resume", run.path, "--set", 'statistics=["entropy"]')
 
 
 def a_model_that_is_another(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    command(monkeypatch, "resume", run.path, "--set", "model=bundled:gpt2-mini")
+    command("resume", run.path, "--set", "model=bundled:gpt2-mini")
 
 
 def a_run_to_continue_and_a_new_one(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    command(monkeypatch, "scan", local(run.path) / "scan.toml", "--new", "--run", run.run_id)
+    command("scan", local(run.path) / "scan.toml", "--new", "--run", run.run_id)
 
 
 def a_compaction_beside_a_driver(run: RunDirectory, _: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def a_removal_beside_a_driver(run: RunDirectory, _: pytest.MonkeyPatch) -> None:
 
 
 def a_calibration_without_effects(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    command(monkeypatch, "calibrate", run.path)
+    command("calibrate", run.path)
 
 
 @contextmanager
@@ -151,9 +151,8 @@ def changed_manifest(run: RunDirectory, **changes: Any) -> Iterator[None]:
         write_whole(run.manifest_file, before)
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+def command(*words: object) -> None:
     """Run a command in this process; its error is raised."""
-    monkeypatch.setattr("headcount.jobs.run.loop.Replica", ToyReplica)
     result = CliRunner().invoke(app, [*map(str, words)])
     assert result.exception is not None, result.output
     raise result.exception

@@ -27,10 +27,13 @@ from typer.testing import CliRunner
 from headcount import app
 from headcount.jobs.cluster import kubernetes_job
 from headcount.jobs.cluster.job_interpreter import INTERPRETER
-from headcount.jobs.cluster.ray_cluster import FIRST_COMMIT, hook_variables
+from headcount.jobs.cluster.ray_cluster import hook_variables
 from headcount.jobs.cluster.submission import staged_code
-from headcount.jobs.plan.plan import make_plan, prepare_run, replan
+from headcount.jobs.job_state import PREFIX
+from headcount.jobs.plan.plan import make_plan, replan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.plan.scan_files import portable_scan
+from headcount.jobs.run.dispatch import FIRST_COMMIT
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
@@ -225,6 +228,7 @@ def test_submitted_twice_stopped_and_resumed_is_one_complete_run(
     check_submitted_once(cluster, f"{name}.2", both)
     printed, followed = told("logs", path, "-f", *at)
     assert (printed.splitlines()[-1], followed) == (path, f"{name}.2: SUCCEEDED")
+    assert PREFIX not in printed
 
     check_every_row_is_there_once(run)
     printed, said = told(*submit, FAR_AWAY=SECRET)

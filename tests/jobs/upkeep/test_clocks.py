@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headcount.jobs.upkeep import phases
+from headcount.jobs import phases
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import changed, place, write_whole
 from tests.toys.object_stores import object_store

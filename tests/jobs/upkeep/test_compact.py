@@ -20,8 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.run.lock import locked
-from headcount.jobs.upkeep import compaction, merged_files
+from headcount.jobs.lock import locked
+from headcount.jobs.upkeep import cleaning, merged_files
 from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact, merge_finished
 from headcount.jobs.upkeep.merge_workers import merged_by_tasks
@@ -462,7 +462,7 @@ def test_two_compactions_at_once_write_the_same_and_delete_after_an_hour(
     assert lines[0].startswith(
         "toy-1: 4 files may still be read and can go in an hour, by headcount"
     )
-    monkeypatch.setattr(compaction, "GRACE", timedelta(0))
+    monkeypatch.setattr(cleaning, "GRACE", timedelta(0))
     compact(stored, 2, lines.append)
     assert (list(names(stored.commits_directory)), len(lines)) == ([segment], 1)
     assert_same_and_tidy(stored, expected)
@@ -508,9 +508,12 @@ def test_a_query_whose_files_are_merged_before_it_reads_them_has_every_row(
 # Runs that are complete
 
 
-def said_at_its_end(run: RunDirectory) -> list[str]:
+ALL_ROWS = SHARDS * SHARD * len(INTERVENTIONS)
+
+
+def said_at_its_end(run: RunDirectory, large_rows: int = ALL_ROWS) -> list[str]:
     lines: list[str] = []
-    merge_finished(run, merged_here, lines.append)
+    merge_finished(run, merged_here, lines.append, large_rows)
     return lines
 
 
@@ -519,13 +522,8 @@ def rows_in_roll_ups(run: RunDirectory) -> int | None:
     return connect(run.path).execute(sql).fetchall()[0][0]
 
 
-def test_a_large_run_is_merged_when_it_is_complete(
-    run: RunDirectory, original: RunDirectory, monkeypatch: pytest.MonkeyPatch
-):
-    rows = SHARDS * SHARD * len(INTERVENTIONS)
-    monkeypatch.setattr(compaction, "LARGE_ROWS", rows + 1)
-    assert said_at_its_end(run) == []
-    monkeypatch.setattr(compaction, "LARGE_ROWS", rows)
+def test_a_large_run_is_merged_when_it_is_complete(run: RunDirectory, original: RunDirectory):
+    assert said_at_its_end(run, ALL_ROWS + 1) == []
     local(run.commit_file(6)).unlink()
     assert said_at_its_end(run) == []
     copy_shards(original, run, (6,))
@@ -537,8 +535,8 @@ def test_a_large_run_is_merged_when_it_is_complete(
     progress, warning = said_at_its_end(run)
     assert progress == "toy-1: group 1 of 1 merged"
     assert warning.startswith("warning: toy-1 is complete, but ")
-    assert rows_in_roll_ups(run) == rows - SHARD * len(INTERVENTIONS)
+    assert rows_in_roll_ups(run) == ALL_ROWS - SHARD * len(INTERVENTIONS)
     copy_shards(original, run, (4,))
     assert said_at_its_end(run) == [progress]
-    assert rows_in_roll_ups(run) == rows
+    assert rows_in_roll_ups(run) == ALL_ROWS
     assert said_at_its_end(run) == []

@@ -14,11 +14,11 @@ import pytest
 import ray
 from rich.console import Console
 
+from headcount.jobs import metrics
 from headcount.jobs.cluster.ray_cluster import Resources
+from headcount.jobs.metrics import Metric, node_name
 from headcount.jobs.plan.plan import Plan
-from headcount.jobs.run.loop import run_to_end
-from headcount.jobs.upkeep import metrics
-from headcount.jobs.upkeep.metrics import Metric, node_name
+from headcount.jobs.run.measuring import run_to_end
 from tests import ROOT
 from tests.tools.processes import kept_endings
 from tests.toys import toy_models as toy

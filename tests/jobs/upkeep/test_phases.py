@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headcount.jobs import phases
 from headcount.jobs.commands import runs as run_commands
 from headcount.jobs.commands.runs import list_runs
 from headcount.jobs.endings import Stopped
-from headcount.jobs.plan.identity import next_run
-from headcount.jobs.upkeep import phases
+from headcount.jobs.run_names import next_run
 from headcount.jobs.upkeep.removal import check_removable, remove
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.errors import CorpusError, RunError
@@ -95,7 +95,7 @@ def test_a_killed_driver_is_silent(run: RunDirectory):
     program = f"""
 import time
 from pathlib import Path
-from headcount.jobs.upkeep import phases
+from headcount.jobs import phases
 from headcount.schemas.files.run_directory import RunDirectory
 with phases.taken():
     phases.about(RunDirectory(Path({str(run.path)!r})))

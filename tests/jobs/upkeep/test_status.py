@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headcount import app
-from headcount.jobs.upkeep import phases
+from headcount.jobs import phases
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, write_segment

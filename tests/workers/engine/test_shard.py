@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from headcount.jobs.plan.identity import begun_precisions
-from headcount.jobs.plan.plan import Plan, make_plan, prepare_run
+from headcount.jobs.plan.begun_with import begun_precisions
+from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.loop import measure_in_process
+from headcount.jobs.run.measuring import measure_in_process
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.replica import Replica
