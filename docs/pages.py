@@ -21,9 +21,9 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from headcount import app
-from headcount.exports.registry import export_formats
+from headcount.exports.formats import export_formats
 from headcount.jobs.commands.catalogue import known_names
-from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
+from headcount.queries.open.named_queries import QUERIES, NamedQuery, read_queries
 from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import REPLICATIONS, Replication, read_toml, replications
 from headcount.reproduce.reproduce_commands import DefaultedGroup

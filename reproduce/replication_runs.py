@@ -17,8 +17,8 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import run_to_end
 from headcount.jobs.run.progress import WholeProgress
 from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.open.sql_text import text_literal
 from headcount.queries.open.verified_files import Tell
-from headcount.queries.sql_text import text_literal
 from headcount.reproduce.replication import STAND_IN, TEXT, Replication
 from headcount.reproduce.verdicts import has_sizes
 from headcount.schemas.errors import RunError, ScanError, unknown

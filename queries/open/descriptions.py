@@ -7,7 +7,7 @@ from pathlib import Path
 
 import duckdb
 
-from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.kinds import TABLES
 from headcount.schemas.tables import OF_HEAD, PARTITIONS, PROFILES, SEQUENCES, Column
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import duckdb
 
-from headcount.queries.ask.named_queries import NamedQuery
 from headcount.queries.open.descriptions import PREFIXES
-from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.queries.open.named_queries import NamedQuery
+from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.kinds import KINDS
 
 DYNAMIC = re.compile(r'\bquery(?:_table)?"?\s*(?:\(|/\*|--)')

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from docs import pages
-from headcount.exports.registry import export_formats
-from headcount.queries.ask.named_queries import QUERIES, read_queries
+from headcount.exports.formats import export_formats
+from headcount.queries.open.named_queries import QUERIES, read_queries
 from headcount.schemas.packages import PACKAGES
 from headcount.schemas.scans.scan import Scan
 from tests import ROOT

@@ -47,6 +47,19 @@ rooms.
 FLOORS = (tuple(ROOMS), ("headcount.workers.replica",), ("headcount.workers.shard",))
 """Rooms and files of `workers` from the ground up: none imports one of a floor above it."""
 
+ROOMS_OF_ANSWERS = {
+    "headcount.queries.open": set[str](),
+    "headcount.queries.ask": {"open"},
+    "headcount.queries.answers": {"open", "ask"},
+    "headcount.queries.report": {"open", "ask", "answers"},
+    "headcount.queries.explore": {"open", "ask", "answers"},
+    "headcount.exports.shared": set[str](),
+    "headcount.exports.formats": {"shared"},
+}
+"""What each room of `queries` and `exports` may import of the others of its package; the files
+outside a room stand above all rooms.
+"""
+
 SPINE = (
     "jobs/run/loop.py",
     "workers/shard.py",
@@ -89,9 +102,9 @@ ONLY_IN = {
         "jobs/cluster/kubernetes_job.py", "jobs/cluster/ray_cluster.py",
         "jobs/cluster/submission.py",
     ),
-    "pyiceberg": ("exports/formats/iceberg.py", "exports/held_files.py"),
+    "pyiceberg": ("exports/formats/iceberg.py", "exports/shared/held_files.py"),
     "safetensors": (
-        "workers/model/", "workers/bridge/", "models/", "exports/source.py",
+        "workers/model/", "workers/bridge/", "models/", "exports/shared/source.py",
         "exports/formats/fp8_kv_scales.py",
     ),
     "tokenizers": ("workers/model/", "workers/bridge/", "models/"),
@@ -201,6 +214,18 @@ def test_a_room_of_the_workers_imports_only_rooms_and_floors_below_it() -> None:
         return floor_of.get(other, 0) > floor_of.get(room, len(FLOORS))
 
     assert arrows(is_forbidden) == []
+
+
+def test_a_room_of_queries_and_exports_imports_only_rooms_below_it() -> None:
+    def is_forbidden(module: str, name: str) -> bool:
+        room, other = room_of(module), room_of(name)
+        package, _, own = room.rpartition(".")
+        if room not in ROOMS_OF_ANSWERS or not name.startswith(f"{package}."):
+            return False
+        return other.rpartition(".")[2] not in ROOMS_OF_ANSWERS[room] | {own}
+
+    assert arrows(is_forbidden) == []
+    assert ROOMS_OF_ANSWERS.keys() <= {*map(room_of, graph())}
 
 
 @pytest.mark.parametrize("library", ONLY_IN)

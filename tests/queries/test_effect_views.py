@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import headcount
-from headcount.exports.registry import Needs, export_formats
-from headcount.exports.source import choose_run
+from headcount.exports.formats import export_formats
+from headcount.exports.shared.registry import Needs
+from headcount.exports.shared.source import choose_run
 from headcount.jobs.plan.calibration import calibration_of
+from headcount.queries.answers.loss_effects import trust
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import json_value, unpacked
-from headcount.queries.report.loss_effects import trust
 from headcount.queries.report.report import write_report
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory

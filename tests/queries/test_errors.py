@@ -12,10 +12,12 @@ import pytest
 
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.answers.numbers import NUMBERS
+from headcount.queries.answers.run_facts import facts_of_runs
+from headcount.queries.answers.section import read_section
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.report import _prediction_sql
-from headcount.queries.report.section import NUMBERS, read_section, runs_by_id
 from headcount.schemas.statistics import STATISTICS as ALL
 from tests.queries.page.test_explore_queries import Asker
 from tests.toys.runs_here import measure_here
@@ -178,11 +180,11 @@ def check_pages(plan: Plan, database: RunDatabase, measured: Measured) -> None:
         is_here = parts == (row["subset"] or "")
         check(row, values["none", "sink_mass", 1, 3][is_here], documents[is_here])
     ask.engine.close()
-    (run,) = runs_by_id(database).values()
+    (facts,) = facts_of_runs(database, database.records("FROM runs")).values()
     for intervention in INTERVENTIONS:
-        section = read_section(database, run, intervention)
-        for index, statistic in enumerate(section.statistics):
-            for layer, head in np.ndindex(section.shape):
+        section = read_section(database, facts, intervention)
+        for index, statistic in enumerate(section.facts.statistics):
+            for layer, head in np.ndindex(section.facts.shape):
                 own = values[intervention, statistic, layer, head]
                 error, number = error_over_documents(own, documents)
                 assert section.numbers["documents"][index, layer, head] == number
@@ -229,8 +231,8 @@ def test_predictions_and_kept_curves_have_numpys_errors(
     assert (rows["none"]["standard_error"], rows["none"]["change_error"]) == (error, None)
     error, _ = error_over_documents(changes, measured.documents)
     assert rows["zero_head(1,6)"]["change_error"] == error
-    (run,) = runs_by_id(database).values()
-    curve = next(c for c in read_section(database, run, "none").curves if not c.profiled)
+    (facts,) = facts_of_runs(database, database.records("FROM runs")).values()
+    curve = next(c for c in read_section(database, facts, "none").curves if not c.profiled)
     lists = database.rows(
         "SELECT attention_received_by_key FROM curves WHERE intervention = 'none' "
         "AND label = 'L1H6' ORDER BY sequence"

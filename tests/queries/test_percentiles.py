@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.answers.numbers import NUMBERS
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.html_page import unpacked
 from headcount.queries.report.report import write_report
-from headcount.queries.report.section import NUMBERS
 from tests.queries.page.test_explore_queries import Asker
 from tests.toys.toy_runs import Cell, Row, write_run
 

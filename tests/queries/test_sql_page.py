@@ -100,7 +100,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 @pytest.mark.parametrize("sql", SQL_EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])
 def test_examples_mix_nothing(database: RunDatabase, measured: Measured, sql: str) -> None:
     runs = database if sql in OF_STATISTICS else measured.database
-    answer = run_query(runs.connection, sql)
+    answer = run_query(runs, sql)
     rows = list(answer.rows())
     assert rows
     # These are about columns, not about rows of a run.

@@ -18,11 +18,13 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from headcount.queries.answers.numbers import MEANS, Numbers
+from headcount.queries.answers.run_facts import RunFacts
+from headcount.queries.answers.section import Histograms, Section
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import packed, unpacked
 from headcount.queries.report.report import _detail, _input_words, _values, write_report
-from headcount.queries.report.section import MEANS, Histograms, Numbers, Section
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
 from headcount.workers.replica import Replica
@@ -417,7 +419,8 @@ def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
     counts = np.stack([(places * 256 // 1 == place).sum(0) for place in range(256)])
     histograms = {"s": Histograms(np.linspace(0, 1, 257).tolist(), True, counts)}
     parts = {str(part): numbers() for part in range(22)}
-    section = Section({}, "none", *shape, ["s"], numbers(), {"s": 0.1}, histograms, parts)
+    facts = RunFacts("a-1", *shape, ("none",), ("s",))
+    section = Section(facts, "none", numbers(), {"s": 0.1}, histograms, parts)
     # 24 statistics of GPT-2 small over 22 subsets of the Pile, beside a page of 60 KB.
     assert len(packed({"one": _values(section, 0)})) * 24 < 1_400_000
 
