@@ -23,7 +23,7 @@ from headcount.reproduce.replication import STAND_IN, TEXT, Replication
 from headcount.reproduce.verdicts import has_sizes
 from headcount.schemas.errors import RunError, ScanError, unknown
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import place
 from headcount.schemas.scans.overrides import field_of, override_fields, split_override
 from headcount.schemas.scans.scan import Scan, parse_scan

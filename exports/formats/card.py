@@ -9,7 +9,7 @@ from headcount.exports.shared.registry import Exported, Needs, Setting, export_f
 from headcount.exports.shared.source import ExportSource, problem_of
 from headcount.queries.ask.text_tables import value_text
 from headcount.schemas.errors import QueryError
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import names
 from headcount.schemas.scans.scan import safe_name
 from headcount.schemas.tables import PARTITION_NAMES

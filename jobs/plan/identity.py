@@ -20,7 +20,7 @@ from headcount.jobs.plan.resolved_scan import ResolvedScan
 from headcount.schemas.errors import AnotherRunError, OtherRunError, RunError
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
-from headcount.schemas.kinds import WORDS
+from headcount.schemas.filled_tables import WORDS
 from headcount.schemas.places import names, unread
 from headcount.schemas.scans.training_step import training_step
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headcount.schemas.kinds import STATISTICS
+from headcount.schemas.statistics import STATISTICS
 
 RECEIVED = "attention_received_by_key"  # the curve that says which token receives attention
 

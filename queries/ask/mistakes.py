@@ -10,7 +10,7 @@ from headcount.queries.open.column_facts import views_read
 from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.shipped_views import base_names, unmeasured_statistic, way_to
 from headcount.schemas.errors import QueryError, printable, unknown_among
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 
 PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
 """How DuckDB's messages end that know a place in the SQL."""

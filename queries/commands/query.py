@@ -17,12 +17,12 @@ from headcount.queries.ask.typed_queries import read_typed, with_parameters
 from headcount.queries.open.named_queries import QUERIES, read_queries
 from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.errors import QueryError
-from headcount.workers.run_model import RunModels
 
 if TYPE_CHECKING:
     from headcount.queries.ask.answers import Answer
     from headcount.queries.ask.asking import RunDatabase
     from headcount.queries.ask.formats import Format
+    from headcount.workers.run_model import RunModels
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -136,7 +136,7 @@ def query(
         return
     options = [option for parameter in context.command.params for option in parameter.opts]
     sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
-    models = RunModels(runs) if text else None
+    models = _models_of(runs) if text else None
     with held_to_memory(database):
         answer = _answer(database, sql, limit, time_limit, models, answer_format, output, vertical)
     rows_asked = rows_to_read(answer_format, limit)
@@ -147,6 +147,13 @@ def query(
         is_all_read = answer.rows_read < rows_asked
         _say_which_runs_are_shown(database, answer, rows_shown, is_all_read, view)
     _say_how_much_is_in(database)
+
+
+def _models_of(runs: str) -> RunModels:
+    """The models of runs, whose tokenizers make text of tokens. Nothing else needs them."""
+    from headcount.workers.run_model import RunModels
+
+    return RunModels(runs)
 
 
 def _say_which_runs_are_shown(
@@ -271,7 +278,7 @@ def report(
     with waiting("reading the runs"):
         database = open_runs(runs, code=code, tell=tell_user)
         warn_of_damage(database)
-        write_report(database, output, RunModels(runs) if text else None)
+        write_report(database, output, _models_of(runs) if text else None)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
 

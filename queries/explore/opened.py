@@ -23,7 +23,7 @@ from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.open.run import ReadRun, read_runs
 from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown
-from headcount.schemas.kinds import OF_MERGED
+from headcount.schemas.filled_tables import OF_MERGED
 from headcount.schemas.places import place
 from headcount.schemas.tables import CURVES, HEADS, PROFILES, SEQUENCES
 

@@ -11,7 +11,7 @@ from headcount.queries.open.descriptions import VIEWS
 from headcount.queries.open.run import Run
 from headcount.queries.open.sql_text import quoted_name
 from headcount.queries.open.table_sql import SOURCES, source_sql
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.tables import PARTITIONS
 
 MACROS = Path(__file__).with_name("internal") / "macros.sql"  # of spreads and errors

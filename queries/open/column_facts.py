@@ -7,7 +7,7 @@ import re
 from headcount.queries.open.descriptions import PREFIXES, column_texts
 from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.run_tables import measured_columns
-from headcount.schemas.kinds import KINDS, TABLES
+from headcount.schemas.filled_tables import FILLINGS, TABLES
 
 SAME_RANGE = ("mean_", "max_", "uniform_")  # prefixes that keep the range of a column
 
@@ -72,7 +72,7 @@ def _need(opened: OpenedRuns, view: str) -> str | None:
             return "a shard that is done: headcount status RUN says how far a run is"
         if TABLES[view].written == "when shards are merged":
             return "merged shards: headcount compact RUN; head_summaries answers without"
-        fields = [f"{kind.field} = […]" for kind in KINDS if kind.table.name == view]
+        fields = [f"{filling.field} = […]" for filling in FILLINGS if filling.table.name == view]
         # Two kinds may fill one table.
         return f"{' or '.join(fields)} in the scan"
     # The description of a `.sql` file may end in such a sentence.

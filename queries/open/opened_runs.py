@@ -36,7 +36,7 @@ from headcount.queries.open.table_sql import (
 )
 from headcount.queries.open.verified_files import Tell, changing_too_fast, verified
 from headcount.schemas.errors import QueryError
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import Place, StorePath, place
 from headcount.schemas.tables import HEADS
 

@@ -23,7 +23,7 @@ from headcount.queries.open.named_queries import QUERIES
 from headcount.queries.open.shipped_views import DYNAMIC
 from headcount.queries.open.table_sql import SOURCES, source_sql
 from headcount.schemas.errors import QueryError
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.statistics import STATISTICS
 from tests.toys.toy_runs import (
     Cell,

@@ -31,7 +31,7 @@ from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
-from headcount.schemas.kinds import OF_MERGED, TABLES
+from headcount.schemas.filled_tables import OF_MERGED, TABLES
 from headcount.schemas.places import names
 from tests import ROOT
 from tests.tools.deaths import killed_after
