@@ -10,8 +10,6 @@ import pytest
 
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.workers.model.info.description import find_model
-from tests.toys import toy_models as toy
-from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import Cell, Entry, ask, write_run
 
 # All queries here go through `run_query`, which makes the views that they name.
@@ -26,10 +24,14 @@ QUANTILES = [0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.toys import toy_models as toy
+
     return toy.save_model(tmp_path_factory.mktemp("gpt2") / "toy", toy.gpt2())
 
 
 def open_new_run(out: Path, model: Path, **changes: Any) -> RunDatabase:
+    from tests.toys.runs_here import measure_here
+
     fields = {"model": str(model), "out": str(out), "n_ctx": 21, "sequences": 7, "seed": 3}
     fields |= {"input": {"family": "uniform_random"}, "statistics": COLUMNS}
     measure_here(fields | {"sequences_per_shard": 4} | changes)

@@ -27,10 +27,8 @@ from headcount.queries.report.html_page import packed, unpacked
 from headcount.queries.report.report import _detail, _input_words, _values, write_report
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
-from headcount.workers.replica import Replica
 from headcount.workers.run_model import RunModels
 from tests.pages.browser import Page, chromium, cut_tables, requested_urls
-from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import Cell, Row, data_file, local, one_line, write_run
 
 EVIL = "</script><b>Pile & co"
@@ -440,13 +438,16 @@ def test_many_runs_leave_out_what_one_file_cannot_hold() -> None:
     assert of_many.heads_with_examples < 20
 
 
-TextRun = tuple[Path, Replica, Any]
+TextRun = tuple[Path, Any, Any]
 HOSTILE = "So </script><img src=x onerror=alert(1)> they say. <b>And on</b> it goes, & on. " * 6
 
 
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
     """A run of a bundled model over a hostile text, with curves, profiles and predictions."""
+    from headcount.workers.replica import Replica
+    from tests.toys.runs_here import measure_here
+
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text(HOSTILE, encoding="utf-8")
     fields = {
