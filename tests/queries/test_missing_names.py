@@ -27,8 +27,6 @@ def test_a_column_of_another_view_is_said_with_the_join(database: RunDatabase, s
 UNKNOWN = {
     "FROM ranking(statistic := 'sink')": "unknown statistic 'sink': did you mean 'sink_mass'?",
     "FROM outliers(statistic := 'zz')": "unknown statistic 'zz'",
-    "FROM quantiles(statistic := 'zz')": "unknown statistic 'zz'",
-    "FROM seed_agreement(statistic := 'zz')": "unknown statistic 'zz'",
     "FROM head_card(label := 'L9H9')": "unknown label 'L9H9'",
     "FROM head_card(intervention := 'zz')": "unknown intervention 'zz': Known: none",
     "FROM contrasts(this := 'zz')": "unknown pile_set_name 'zz'",
