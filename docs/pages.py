@@ -21,14 +21,15 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from headcount import app
-from headcount.exports.registry import export_formats
+from headcount.exports.formats import export_formats
 from headcount.jobs.commands.catalogue import known_names
-from headcount.queries.ask.named_queries import QUERIES, NamedQuery, read_queries
+from headcount.queries.open.named_queries import QUERIES, NamedQuery, read_queries
 from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import REPLICATIONS, Replication, read_toml, replications
 from headcount.reproduce.reproduce_commands import DefaultedGroup
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.formulas import Formula
-from headcount.schemas.kinds import KINDS, TABLES
+from headcount.schemas.kinds import KINDS
 from headcount.schemas.measured_heads import Head
 from headcount.schemas.registry import REQUIRED, Option, options_of, prose_of
 from headcount.schemas.scans.scan import Scan

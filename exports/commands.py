@@ -12,7 +12,7 @@ from headcount.queries.commands.query import Code, tell_user
 from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:
-    from headcount.exports.registry import Exported, ExportFormat
+    from headcount.exports.shared.registry import Exported, ExportFormat
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -27,7 +27,7 @@ class ExportCommand(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Read the command line. `--help` beside a format is about that format."""
-        from headcount.exports.registry import export_formats
+        from headcount.exports.formats import export_formats
 
         export = export_formats().get(args[0]) if args else None
         if export is None:
@@ -133,9 +133,10 @@ def export(
     they look back, how large their keys get.
     """
     from headcount.exports.destination import check_destination
+    from headcount.exports.formats import export_formats
     from headcount.exports.refusals import check_libraries
-    from headcount.exports.registry import FORMATS, export_formats
     from headcount.exports.request import DEFAULT_SEQUENCES, ExportRequest
+    from headcount.exports.shared.registry import FORMATS
 
     if listed:
         for format_name, listed_format in export_formats().items():
@@ -195,8 +196,8 @@ def export(
 
 def _lines_of_check(check: Mapping[str, Any], exported: Exported) -> list[str]:
     """What a check has found out, as a table and lines."""
-    from headcount.exports.registry import sparsity_of
-    from headcount.queries.api import text_table
+    from headcount.exports.shared.registry import sparsity_of
+    from headcount.queries.ask.text_tables import text_table
 
     lines: list[str] = []
     if "table" in check:

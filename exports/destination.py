@@ -11,8 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from headcount.exports.registry import ExportFormat, Options
-from headcount.exports.source import UNFINISHED
+from headcount.exports.shared.registry import ExportFormat, Options
+from headcount.exports.shared.source import UNFINISHED
 from headcount.schemas.errors import QueryError
 from headcount.schemas.places import Place, absolute, explained, names, reason, write_whole
 from headcount.schemas.scans.scan import LONGEST_FILE_NAME

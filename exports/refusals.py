@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headcount.exports.registry import BUNDLED_TEXT, ExportFormat, Needs, Options, Setting
-from headcount.exports.source import column_of
+from headcount.exports.shared.registry import BUNDLED_TEXT, ExportFormat, Needs, Options, Setting
+from headcount.exports.shared.source import column_of
 from headcount.schemas.errors import ModelError, QueryError, counted
 from headcount.schemas.places import Place, absolute
 from headcount.schemas.scans.scan import Scan, override_fields, parse_scan

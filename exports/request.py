@@ -10,11 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from headcount.exports.confirmation import STEPS_OF_A_CHECK, Steps, checked, facts_of_trial
 from headcount.exports.destination import facts_of, is_begun, says_unfinished, write_export
 from headcount.exports.refusals import check_setting, scan_for, setting_of_scan
-from headcount.exports.registry import CacheCut, Exported, ExportFormat, Needs, Options, Setting
-from headcount.exports.source import CALIBRATION, CHECK, CONFIRMATION, ExportSource, choose_run
+from headcount.exports.shared.confirmation import STEPS_OF_A_CHECK, Steps, checked, facts_of_trial
+from headcount.exports.shared.registry import (
+    CacheCut,
+    Exported,
+    ExportFormat,
+    Needs,
+    Options,
+    Setting,
+)
+from headcount.exports.shared.source import (
+    CALIBRATION,
+    CHECK,
+    CONFIRMATION,
+    ExportSource,
+    choose_run,
+)
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.commands.query import tell_user, warn_of_damage
 from headcount.schemas.errors import QueryError

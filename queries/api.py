@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import html
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
@@ -26,15 +26,14 @@ from pydantic import Field
 from headcount.queries.ask.answers import Answer, rows_of, run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.formats import check_suffix
-from headcount.queries.ask.named_queries import QUERIES, read_queries
-from headcount.queries.ask.text_tables import value_text
-from headcount.queries.open.connection import MEMORY, OPENED, check_memory, view_descriptions
+from headcount.queries.ask.text_tables import html_table, text_table
+from headcount.queries.open.limits import MEMORY, check_memory
+from headcount.queries.open.named_queries import QUERIES, read_queries
 from headcount.queries.open.run import read_runs
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.arguments import Location, Name, checked
-from headcount.schemas.errors import QueryError, printable, unknown
+from headcount.schemas.errors import QueryError, unknown
 from headcount.schemas.places import absolute, check_on_disk
-from headcount.schemas.text_columns import in_columns
 from headcount.schemas.values import Count, Positive
 from headcount.workers.run_model import RunModels
 
@@ -124,7 +123,7 @@ class Runs:
 
     def refresh(self) -> Self:
         """Look at the commits again: a scan that runs has written more since."""
-        known = OPENED[self.database.connection].runs
+        known = self.database.runs
         runs, unreadable = read_runs(self.path, self.code, self._memory_of_runs.read_run)
         # The memory gives back the same object for a run that has not changed.
         is_unchanged = len(runs) == len(known) and all(map(is_, runs, known))
@@ -140,12 +139,12 @@ class Runs:
     @property
     def views(self) -> dict[str, str]:
         """What can be asked by name: every view, and what it is for."""
-        return view_descriptions(self.database.connection)
+        return self.database.view_descriptions
 
     def close(self) -> None:
         """Free the memory and the files of the connection. Nothing can be asked afterwards."""
         if self._database is not None:
-            self._database.connection.close()
+            self._database.close()
         self._database = None
 
     def __enter__(self) -> Self:
@@ -181,8 +180,7 @@ class AnswerTable:
         self.schema: pa.Schema = self._ask(limit=0).schema  # names and types of the columns
 
     def _ask(self, limit: int | None = None) -> Answer:
-        connection = self._runs.database.connection
-        return run_query(connection, self._query, limit, self._timeout)
+        return run_query(self._runs.database, self._query, limit, self._timeout)
 
     @cached_property
     def _table(self) -> pa.Table:
@@ -321,23 +319,6 @@ def _with_parameters(query: str, parameters: dict[str, object]) -> str:
         for name, value in parameters.items()
     }
     return found.call(values)
-
-
-def text_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows as lines of text, in columns."""
-    cells = [[printable(name) for name in names]]
-    cells += [[value_text(value) for value in row] for row in rows]
-    return "\n".join(in_columns(cells))
-
-
-def html_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows as an HTML table."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    cells = ("".join(f"<td>{html.escape(value_text(value))}</td>" for value in row) for row in rows)
-    body = "".join(f"<tr>{of_row}</tr>" for of_row in cells)
-    # Not every notebook has a style for tables.
-    style = "border-collapse: separate; border-spacing: 12px 2px; text-align: left"
-    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _warn(line: str) -> None:

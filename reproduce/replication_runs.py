@@ -18,13 +18,13 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run.measuring import run_to_end
 from headcount.jobs.run.progress import WholeProgress
 from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.open.sql_text import text_literal
 from headcount.queries.open.verified_files import Tell
-from headcount.queries.sql_text import text_literal
 from headcount.reproduce.replication import STAND_IN, TEXT, Replication
 from headcount.reproduce.verdicts import has_sizes
 from headcount.schemas.errors import RunError, ScanError, unknown
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import place
 from headcount.schemas.scans.overrides import field_of, override_fields, split_override
 from headcount.schemas.scans.scan import Scan, parse_scan

@@ -1,6 +1,6 @@
 """The kinds of formulas, each with its decorator, and what their formulas may read."""
 
-from headcount.schemas import tables
+from headcount.schemas import filled_tables
 from headcount.schemas.formulas import Kind
 
 LAYER_VALUES: dict[str, str] = {
@@ -125,12 +125,10 @@ earlier layers, or nothing.
 """
 
 STATISTICS = Kind(
-    field="statistics",
-    word="statistic",
+    **vars(filled_tables.STATISTICS),
     meaning="Columns of the heads table: standard, all that a forward pass gives, effects (all "
     "that need a backward pass), or a list of names, in which these words and options may stand, "
     "as in distant_mass(4,64).",
-    table=tables.HEADS,
     computed="in every layer",
     reads=LAYER_VALUES,
     gradients=GRADIENTS,
@@ -143,18 +141,15 @@ STATISTICS = Kind(
 """They return `[batch head]`, or `[batch]` if all heads of a layer share the value."""
 
 PROFILES = Kind(
-    field="profiles",
-    word="profile",
+    **vars(filled_tables.PROFILES),
     meaning="Profiles (means by key, query, lag, pair, dimension or component) of the profiles "
     "table: a list of names. Default: none.",
-    table=tables.PROFILES,
     computed="in every layer",
     reads=LAYER_VALUES,
     gradients=GRADIENTS,
     facts=("axis",),
     axes=PROFILE_AXES,
     averaged=True,
-    named_by="profile",
     page="profiles.md",
 )
 """They return `[batch head index]`, or `[batch index]` if all heads of a layer share the values.
@@ -166,11 +161,9 @@ array.
 """
 
 CURVES = Kind(
-    field="curves",
-    word="profile",
+    **vars(filled_tables.CURVES),
     meaning="Profiles stored for each sequence instead of averaged, list columns of the curves "
     "table: a list of names. Default: none. Pair profiles are not allowed.",
-    table=tables.CURVES,
     computed="in every layer",
     reads=LAYER_VALUES,
     gradients=GRADIENTS,
@@ -180,11 +173,9 @@ CURVES = Kind(
 """They are the profiles, which register themselves as such."""
 
 PREDICTIONS = Kind(
-    field="predictions",
-    word="prediction",
+    **vars(filled_tables.PREDICTIONS),
     meaning="What the model predicts, columns of the sequences table: a list of names. Default: "
     "none.",
-    table=tables.SEQUENCES,
     computed="after the pass",
     reads=PREDICTION_INPUTS,
     facts=("range", "per_token"),
@@ -193,16 +184,13 @@ PREDICTIONS = Kind(
 """They return `[batch]`, or `[batch pos]` if they are `per_token`."""
 
 WEIGHT_STATISTICS = Kind(
-    field="weight_statistics",
-    word="weight statistic",
+    **vars(filled_tables.WEIGHT_STATISTICS),
     meaning="Statistics of the weights alone, in the weights table: a list of names. Default: "
     "none.",
-    table=tables.WEIGHTS,
     computed="from the weights",
     reads=LAYER_WEIGHTS | MODEL_WEIGHTS,
     facts=("axis",),
     axes=WEIGHT_AXES,
-    named_by="weight",
     page="weights.md",
 )
 """They take weights in float64, and return `[head index]`, or `[head]` along axis "none". If heads

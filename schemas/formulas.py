@@ -10,7 +10,7 @@ choice of options is a formula of its own, `distant_mass_4_64`.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, ParamSpec, TypeAlias
@@ -30,14 +30,7 @@ from headcount.schemas.registry import (
     parse_call,
     prose_of,
 )
-from headcount.schemas.tables import (
-    OPTIONAL_PLACES,
-    SEQUENCES,
-    Column,
-    Table,
-    measured_column,
-    measured_uniform,
-)
+from headcount.schemas.tables import Table
 from headcount.schemas.units import values_of
 from headcount.schemas.values import problem_of
 
@@ -319,18 +312,6 @@ class Kind(Registry[Formula]):
         # A word such as "all" cannot be empty or name a formula twice.
         if isinstance(names, tuple):
             check_names(self.field, names, required=bool(self.default))
-
-    def columns(self, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[Table, Column]]:
-        """The columns that a formula adds to tables, from its facts or its record in a manifest."""
-        if self.named_by is not None:
-            # Its values are rows. Few axes need columns that not every file of the table has.
-            for column in OPTIONAL_PLACES.get(facts.get("axis", ""), ()):
-                if column.name not in self.table.own:
-                    yield self.table, column
-            return
-        yield self.table, measured_column(name, facts)
-        if facts.get("uniform_baseline"):
-            yield SEQUENCES, measured_uniform(name, facts)
 
 
 def check_names(field: str, names: tuple[str, ...], required: bool) -> None:

@@ -1,6 +1,6 @@
 """The Parquet tables: what one row is, which columns there are, and how files are sorted.
 
-A table is an object. `schemas.kinds.TABLES` lists all of them. Each kind of measurement fills
+A table is an object. `schemas.filled_tables.TABLES` lists all. Each kind of measurement fills
 one.
 """
 # pyarrow has no types.

@@ -25,7 +25,8 @@ from headcount.schemas.files.commits import delete, read_commit
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, table_of
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
-from headcount.schemas.kinds import KINDS, TABLES, kinds_of, table_schema
+from headcount.schemas.filled_tables import TABLES
+from headcount.schemas.kinds import KINDS, kinds_of, table_schema
 from headcount.schemas.places import reason, store_error, write_whole
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.tables import SEQUENCES, Table, with_partitions

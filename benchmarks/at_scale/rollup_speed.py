@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.queries.ask.answers import run_query
-from headcount.queries.open.connection import connect
+from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.commits import write_segment
 from headcount.schemas.files.digests import digest_of
@@ -33,7 +33,6 @@ from headcount.schemas.files.run_directory import RunDirectory, data_path
 from headcount.schemas.formulas import Formula
 from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.kinds import table_schema
-from headcount.schemas.places import place
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import (
     HEADS,
@@ -227,12 +226,12 @@ def _manifest(files: int) -> Manifest:
     )
 
 
-def ask(connection: duckdb.DuckDBPyConnection, query: str, rounds: int) -> Timed:
+def ask(database: RunDatabase, query: str, rounds: int) -> Timed:
     """Ask a query some times."""
     times: list[tuple[float, float]] = []
     for _ in range(rounds):
         began, cpu_began = time.perf_counter(), time.process_time()
-        for _batch in run_query(connection, query).batches():
+        for _batch in run_query(database, query).batches():
             pass
         times.append((time.perf_counter() - began, time.process_time() - cpu_began))
     seconds, cpu_seconds = (min(column) for column in zip(*times, strict=True))
@@ -272,13 +271,13 @@ def main() -> None:
             sizes = [file.stat().st_size for file in out.glob(f"*/{table.name}/*/*.parquet")]
             print(f"{table.name}: {sum(sizes) / 1e6:,.1f} MB in {len(sizes)} files")
         began, cpu_began = time.perf_counter(), time.process_time()
-        connection = connect(place(str(run.path)))
+        database = open_runs(str(run.path))
         print(f"open: {time.perf_counter() - began:.3f} s, "
               f"CPU {time.process_time() - cpu_began:.3f} s")  # fmt: skip
         for name, query in ROLLUP_QUERIES.items():
-            print(f"{name}: {ask(connection, query, options.rounds)}")
+            print(f"{name}: {ask(database, query, options.rounds)}")
         for view, columns in ROW_QUERIES.items() if options.rows else ():
-            view_time = ask(connection, f"FROM {view}", options.rounds)
+            view_time = ask(database, f"FROM {view}", options.rounds)
             scan_time = plain_scan(run, columns, options.rounds)
             ratio = view_time.cpu_seconds / scan_time.cpu_seconds
             print(

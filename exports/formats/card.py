@@ -4,11 +4,12 @@ import json
 import os
 from dataclasses import replace
 
-from headcount.exports.registry import Exported, Needs, Setting, export_format, export_formats
-from headcount.exports.source import ExportSource, problem_of
-from headcount.queries.report.html_page import number
+from headcount.exports.formats import export_formats
+from headcount.exports.shared.registry import Exported, Needs, Setting, export_format
+from headcount.exports.shared.source import ExportSource, problem_of
+from headcount.queries.ask.text_tables import value_text
 from headcount.schemas.errors import QueryError
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import names
 from headcount.schemas.scans.scan import safe_name
 from headcount.schemas.tables import PARTITION_NAMES
@@ -142,7 +143,7 @@ def _calibration(source: ExportSource) -> list[str]:
         for row in compared:
             layer = "all" if row["layer"] is None else row["layer"]
             numbers = [row[key] for key in ("heads", "sequences", "spearman", "slope")]
-            lines.append(f"| `{name}` | {layer} | {' | '.join(map(number, numbers))} |")
+            lines.append(f"| `{name}` | {layer} | {' | '.join(map(value_text, numbers))} |")
     return [*lines, ""]
 
 

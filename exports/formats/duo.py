@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headcount.exports.certainty import LARGEST_Q, MARGIN, p_above, q_of
-from headcount.exports.registry import (
+from headcount.exports.shared.certainty import LARGEST_Q, MARGIN, p_above, q_of
+from headcount.exports.shared.registry import (
     REPEATED,
     CacheCut,
     Exported,
@@ -20,7 +20,7 @@ from headcount.exports.registry import (
     ranked,
     sparsity_of,
 )
-from headcount.exports.source import ExportSource, column_of
+from headcount.exports.shared.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
 from headcount.schemas.values import Count, Index
 

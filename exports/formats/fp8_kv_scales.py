@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from headcount.exports.formats.head_profiles import input_notes
-from headcount.exports.registry import Exported, Needs, Options, Part, Setting, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.registry import Exported, Needs, Options, Part, Setting, export_format
+from headcount.exports.shared.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.places import reason
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from headcount.exports.registry import BUNDLED_TEXT
-from headcount.exports.source import MOST_PARTS, ExportSource
-from headcount.queries.sql_text import text_literal
+from headcount.exports.shared.registry import BUNDLED_TEXT
+from headcount.exports.shared.source import MOST_PARTS, ExportSource
+from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.errors import counted
 
 BUNDLED_FILE = BUNDLED_TEXT["files"]

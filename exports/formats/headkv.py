@@ -8,8 +8,8 @@ from headcount.exports.formats.retrieval_heads import (
     exported_scores,
     scores_of_sequences,
 )
-from headcount.exports.registry import Exported, Needs, Options, Setting, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.registry import Exported, Needs, Options, Setting, export_format
+from headcount.exports.shared.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.values import Count, Index
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.registry import Exported, Needs, export_format
+from headcount.exports.shared.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.tables import HEADS, PARTITION_NAMES, SEQUENCES
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table, Transaction
 
-    from headcount.exports.held_files import HeldFiles
+    from headcount.exports.shared.held_files import HeldFiles
 
 
 @export_format(
@@ -47,7 +47,7 @@ def iceberg(source: ExportSource) -> Exported:
     files. They are partitions of the table, from which readers take their values.
     """
     # Imported here: the library is installed for this format alone.
-    from headcount.exports.held_files import HeldFiles
+    from headcount.exports.shared.held_files import HeldFiles
 
     # For every text column of every file it warns that a dictionary will be read as text.
     logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)

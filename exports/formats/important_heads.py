@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from headcount.exports.certainty import sure_heads
 from headcount.exports.formats.qrhead import GOLD, OTHER, PASSAGES, lead_of_gold
-from headcount.exports.registry import Exported, Needs, export_format, ranked
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.certainty import sure_heads
+from headcount.exports.shared.registry import Exported, Needs, export_format, ranked
+from headcount.exports.shared.source import ExportSource
 from headcount.schemas.errors import QueryError
 from headcount.schemas.values import Count
 

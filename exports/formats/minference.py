@@ -4,14 +4,14 @@ import json
 
 import numpy as np
 
-from headcount.exports.certainty import FEWEST_PARTS, Stability, half_of, stability_of
 from headcount.exports.formats.head_profiles import (
     input_name,
     input_notes,
     profile_of_shards,
 )
-from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.certainty import FEWEST_PARTS, Stability, half_of, stability_of
+from headcount.exports.shared.registry import Exported, Needs, export_format
+from headcount.exports.shared.source import ExportSource
 from headcount.schemas.errors import counted
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES, LAST_QUERIES, SEARCH_LENGTH
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from headcount.exports.formats.head_profiles import input_notes, moments_of_heads
-from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.registry import Exported, Needs, export_format
+from headcount.exports.shared.source import ExportSource
 
 
 @export_format(

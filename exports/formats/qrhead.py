@@ -5,9 +5,9 @@ from itertools import islice
 
 import numpy as np
 
-from headcount.exports.certainty import p_above, q_of, sure_heads
-from headcount.exports.registry import Exported, Needs, export_format, ranked
-from headcount.exports.source import ExportSource, column_of
+from headcount.exports.shared.certainty import p_above, q_of, sure_heads
+from headcount.exports.shared.registry import Exported, Needs, export_format, ranked
+from headcount.exports.shared.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
 from headcount.schemas.values import Count
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headcount.exports.certainty import sure_heads
-from headcount.exports.registry import (
+from headcount.exports.shared.certainty import sure_heads
+from headcount.exports.shared.registry import (
     REPEATED,
     CacheCut,
     Exported,
@@ -15,7 +15,7 @@ from headcount.exports.registry import (
     export_format,
     ranked,
 )
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.source import ExportSource
 from headcount.schemas.values import LARGEST_INT32, Count, Index
 
 Divisor = Annotated[int, Field(ge=2, le=LARGEST_INT32)]

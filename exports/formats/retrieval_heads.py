@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from headcount.exports.certainty import Choice, sure_heads
-from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.certainty import Choice, sure_heads
+from headcount.exports.shared.registry import Exported, Needs, export_format
+from headcount.exports.shared.source import ExportSource
 
 NEEDLE_FAMILIES = ("needle", "text_needle")
 """The first is a fact of random tokens in random tokens: it needs no text and fits every model."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headcount.jobs.plan.plan import Plan
 from headcount.schemas.files.commit import Method
 from headcount.schemas.files.parquet import parquet_bytes
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.scans.intervention import Intervention
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import ShardInput

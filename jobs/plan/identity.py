@@ -16,7 +16,7 @@ from headcount.jobs.run_names import next_run, runs_of
 from headcount.schemas.errors import AnotherRunError, OtherRunError, RunError
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
-from headcount.schemas.kinds import WORDS
+from headcount.schemas.filled_tables import WORDS
 from headcount.schemas.places import names
 from headcount.schemas.scans.training_step import training_step
 

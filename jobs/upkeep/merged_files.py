@@ -28,8 +28,8 @@ from headcount.schemas.files.damage import (
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
+from headcount.schemas.filled_tables import OF_MERGED, TABLES
 from headcount.schemas.histogram_bins import Axis
-from headcount.schemas.kinds import OF_MERGED, TABLES
 from headcount.schemas.places import (
     StorePath,
     open_at_once,

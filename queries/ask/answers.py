@@ -17,13 +17,9 @@ import pyarrow as pa
 from headcount.queries.ask.known_values import check_values
 from headcount.queries.ask.mistakes import LISTS_VIEWS, explained, query_error
 from headcount.queries.ask.values import python_values
-from headcount.queries.open.connection import (
-    hold_to_commits,
-    is_of_gone_file,
-    spill_directory,
-    view_descriptions,
-)
-from headcount.queries.sql_text import quoted_name
+from headcount.queries.open.limits import spill_directory
+from headcount.queries.open.opened_runs import OpenedRuns, is_of_gone_file
+from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown_among
 from headcount.schemas.unending import UNENDING
 
@@ -169,7 +165,7 @@ def rows_of(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
 
 
 def run_query(
-    connection: duckdb.DuckDBPyConnection,
+    opened: OpenedRuns,
     text: str,
     limit: int | None = None,
     timeout: float | None = None,
@@ -180,7 +176,7 @@ def run_query(
             "the query is empty: expected the name of a view, or SQL; without a query, "
             "headcount query RUNS lists the views"
         )
-    views = view_descriptions(connection)
+    views = opened.view_descriptions
     is_view = text.strip().lower() in views
     # A single word is no SQL, so it is a view with a mistake in its name.
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
@@ -190,8 +186,8 @@ def run_query(
     limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
     # In a subquery nothing can write. On lines of its own: the query may end in a comment.
     subquery = f"FROM (\n{sql}\n)"
-    check_values(connection, sql)
-    cursor = connection.cursor()
+    check_values(opened, sql)
+    cursor = opened.cursor()
     patience = Patience(cursor, timeout)
 
     def start() -> pa.RecordBatchReader:
@@ -201,14 +197,14 @@ def run_query(
         return with_text_types(relation).to_arrow_reader(BATCH_ROWS)
 
     for attempt in range(1, ATTEMPTS + 1):
-        hold_to_commits(connection, subquery)
+        opened.hold_to_commits(subquery)
         try:
             reader = patience.wait(start)
             return Answer(patience, reader, reader.schema)
         except duckdb.Error as error:
             # Files may be merged into others after they were compared with their commits.
             if attempt == ATTEMPTS or not is_of_gone_file(str(error)):
-                raise explained(error, connection, subquery) from None
+                raise explained(error, opened, subquery) from None
             cursor.rollback()
     raise AssertionError
 

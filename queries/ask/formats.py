@@ -3,6 +3,8 @@
 It goes to stdout, or to a file that appears whole.
 """
 
+from __future__ import annotations
+
 import csv
 import json
 import math
@@ -12,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path, PurePath
-from typing import Literal, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +22,9 @@ import pyarrow.parquet as pq
 from headcount.queries.ask.answers import Answer
 from headcount.queries.ask.text_tables import COUNTED_ROWS, TABLE_ROWS, write_table
 from headcount.schemas.errors import QueryError, printable
-from headcount.workers.run_model import RunModels
+
+if TYPE_CHECKING:
+    from headcount.workers.run_model import RunModels
 
 Format: TypeAlias = Literal["table", "csv", "json", "jsonl", "parquet", "markdown"]
 

@@ -2,11 +2,9 @@
 
 import re
 
-import duckdb
-
-from headcount.queries.open.connection import OPENED
+from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.shipped_views import way_to
-from headcount.queries.sql_text import text_literal
+from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.errors import QueryError, unknown_among
 
 GROUPS = ("pile_set_name", "input_family", "model", "run_id")
@@ -27,25 +25,24 @@ CALL = re.compile(rf'"?\b(\w+)"?\s*\(((?:{TEXT}|[^()\'])*)\)')
 ARGUMENT = re.compile(rf"(\w+)\s*:=\s*({TEXT})")
 
 
-def check_values(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+def check_values(opened: OpenedRuns, sql: str) -> None:
     """Refuse a value of a named query that names nothing in these runs."""
-    queries = OPENED[connection].shipped.queries
     for name, arguments in CALL.findall(sql):
-        query = queries.get(name.lower())
+        query = opened.shipped.queries.get(name.lower())
         literals = dict(ARGUMENT.findall(arguments))
         values = {each: text[1:-1].replace("''", "'") for each, text in literals.items()}
         for parameter in query.parameters if query else ():
             if parameter.name in KNOWN_VALUES and parameter.name in values:
-                _check(connection, parameter.name, values)
+                _check(opened, parameter.name, values)
 
 
-def _check(connection: duckdb.DuckDBPyConnection, name: str, values: dict[str, str]) -> None:
+def _check(opened: OpenedRuns, name: str, values: dict[str, str]) -> None:
     # Before the groups themselves: the column that has them.
     compare = values.get("compare", GROUPS[0])
     if name != "compare" and compare not in GROUPS:
         return
     column = f"runs.{compare}" if compare != GROUPS[0] else compare
-    rows = connection.cursor().execute(KNOWN_VALUES[name].format(compare=column)).fetchall()
+    rows = opened.fetched(KNOWN_VALUES[name].format(compare=column))
     known = [value for (value,) in rows if value is not None]
     value = values[name]
     # People write l5h1 too.

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import duckdb
 
 from headcount.queries.open.column_facts import views_read
-from headcount.queries.open.connection import OPENED, make_views, view_descriptions
+from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.shipped_views import base_names, unmeasured_statistic, way_to
 from headcount.schemas.errors import QueryError, printable, unknown_among
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 
 PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
 """How DuckDB's messages end that know a place in the SQL."""
@@ -65,7 +65,7 @@ def query_error(error: Exception) -> SqlMistake:
     return SqlMistake(printable(" ".join(text.split())), pointer_in(message))
 
 
-def explained(error: duckdb.Error, connection: duckdb.DuckDBPyConnection, sql: str) -> SqlMistake:
+def explained(error: duckdb.Error, opened: OpenedRuns, sql: str) -> SqlMistake:
     """What is wrong with a query that names a view, a column or a statistic in vain."""
     mistake = query_error(error)
     message = str(error)
@@ -75,10 +75,10 @@ def explained(error: duckdb.Error, connection: duckdb.DuckDBPyConnection, sql: s
     if pointer is None:
         # DuckDB leaves the place out of the messages of relations, and says it of a statement.
         try:
-            connection.cursor().execute(f"EXPLAIN {sql}")
+            opened.fetched(f"EXPLAIN {sql}")
         except duckdb.Error as error_of_statement:
             pointer = pointer_in(str(error_of_statement))
-    return SqlMistake(_what_is_missing(message, connection, sql) or str(mistake), pointer)
+    return SqlMistake(_what_is_missing(message, opened, sql) or str(mistake), pointer)
 
 
 def pointer_in(message: str) -> str | None:
@@ -100,9 +100,9 @@ def pointer_in(message: str) -> str | None:
     return f"{line}\n{' ' * indent}{match['carets']}"
 
 
-def _what_is_missing(message: str, connection: duckdb.DuckDBPyConnection, sql: str) -> str | None:
+def _what_is_missing(message: str, opened: OpenedRuns, sql: str) -> str | None:
     """What these runs do not have, if that is why a query fails."""
-    shipped = OPENED[connection].shipped
+    shipped = opened.shipped
     if problem := shipped.problem_of(sql):
         return problem
     # The view of a query that needs a parameter has one column, and its macro no default.
@@ -112,27 +112,24 @@ def _what_is_missing(message: str, connection: duckdb.DuckDBPyConnection, sql: s
                 return shipped.queries[name].what_is_missing(required)
     # DuckDB does not know the views that are made when they are asked for.
     if missing := re.search(r"Table with name (\S+) does not exist", message):
-        return unknown_among("view", missing[1], view_descriptions(connection), LISTS_VIEWS)
+        return unknown_among("view", missing[1], opened.view_descriptions, LISTS_VIEWS)
     if (statistic := unmeasured_statistic(message)) is not None:
         if remedy := way_to(statistic):
             return f"statistic {statistic!r} was not measured in these runs{remedy}"
-        rows = connection.cursor().execute("SELECT name FROM statistics").fetchall()
-        names = [name for (name,) in rows]
+        names = [name for (name,) in opened.fetched("SELECT name FROM statistics")]
         return unknown_among("statistic", statistic, names, "SELECT name FROM statistics")
     column = MISSING_COLUMN.search(message)
-    return column and _why_no_column(column[1], message, connection, sql)
+    return column and _why_no_column(column[1], message, opened, sql)
 
 
-def _why_no_column(
-    column: str, message: str, connection: duckdb.DuckDBPyConnection, sql: str
-) -> str | None:
+def _why_no_column(column: str, message: str, opened: OpenedRuns, sql: str) -> str | None:
     """Why there is no such column: another view has it, no run measured it, or it is misspelt."""
-    read = views_read(connection, sql)
-    make_views(connection)
-    rows = connection.cursor().execute(COLUMNS).fetchall()
+    read = views_read(opened, sql)
+    opened.make_views()
+    rows = opened.fetched(COLUMNS)
     views = {view: [name for of, name in rows if of == view] for view in dict(rows)}
     # Tables come first, as in the list of views.
-    order = [view for view in view_descriptions(connection) if view in views]
+    order = [view for view in opened.view_descriptions if view in views]
     owners = [view for view in order if column in views[view] and view not in read]
     if owners:
         return _is_elsewhere(column, owners, [view for view in read if view in views], views)

@@ -8,9 +8,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-import duckdb
-
 from headcount.queries.ask.mistakes import NEEDS_MEMORY, OUT_OF_MEMORY
+from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.schemas.errors import QueryError
 
 BESIDE_DUCKDB = 256 * 2**20
@@ -22,10 +21,10 @@ STATUS = Path("/proc/self/status")
 
 
 @contextlib.contextmanager
-def held_to_memory(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+def held_to_memory(opened: OpenedRuns) -> Iterator[None]:
     """Let this process take little more than DuckDB may, in a block."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    hold_to_memory(connection)
+    hold_to_memory(opened)
     try:
         with memory_errors_in_one_line():
             yield
@@ -33,9 +32,9 @@ def held_to_memory(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def hold_to_memory(connection: duckdb.DuckDBPyConnection) -> None:
+def hold_to_memory(opened: OpenedRuns) -> None:
     """Let this process take little more than DuckDB may, beside what it has now."""
-    limit = _limit(connection)
+    limit = _limit(opened)
     if limit is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -62,14 +61,13 @@ def memory_errors_in_one_line() -> Iterator[None]:
         raise QueryError(NEEDS_MEMORY) from None
 
 
-def _limit(connection: duckdb.DuckDBPyConnection) -> int | None:
+def _limit(opened: OpenedRuns) -> int | None:
     """What the process has now and what a query may take besides. None if Linux does not say."""
     if not STATUS.exists():
         return None
     match = re.search(r"^VmData:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
     if match is None:
         return None
-    sql = "SELECT current_setting('memory_limit')"
-    ((setting,),) = connection.cursor().execute(sql).fetchall()
+    ((setting,),) = opened.fetched("SELECT current_setting('memory_limit')")
     number, unit = setting.split()
     return int(match[1]) * 1024 + int(float(number) * UNITS[unit]) + BESIDE_DUCKDB

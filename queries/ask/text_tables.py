@@ -1,16 +1,19 @@
-"""Tables for people: four digits, and one column a line if a row is too wide.
+"""Tables for people, in a terminal and in a notebook: four digits.
 
-Columns and rows that do not fit are named or counted in a line below.
+In a terminal, one column a line if a row is too wide; columns and rows that do not fit are named or
+counted in a line below.
 """
 
+import html
 import shutil
+from collections.abc import Sequence
 from typing import TextIO
 
 import pyarrow as pa
 
 from headcount.queries.ask.answers import Answer, rows_of
 from headcount.schemas.errors import printable
-from headcount.schemas.text_columns import padded, widths_of
+from headcount.schemas.text_columns import in_columns, padded, widths_of
 
 TABLE_ROWS = 40  # rows that a table shows if no limit is given
 
@@ -125,6 +128,23 @@ def _write_vertically(names: list[str], texts: list[list[str]], more: str, out: 
         for name, text in zip(names, row, strict=True):
             shown = text if len(text) <= VALUE_CHARACTERS else text[:VALUE_CHARACTERS] + more
             out.write(f"{padded(name, name_width)}  {shown}\n")
+
+
+def text_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Rows as lines of text, in columns."""
+    cells = [[printable(name) for name in names]]
+    cells += [[value_text(value) for value in row] for row in rows]
+    return "\n".join(in_columns(cells))
+
+
+def html_table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Rows as an HTML table."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    cells = ("".join(f"<td>{html.escape(value_text(value))}</td>" for value in row) for row in rows)
+    body = "".join(f"<tr>{of_row}</tr>" for of_row in cells)
+    # Not every notebook has a style for tables.
+    style = "border-collapse: separate; border-spacing: 12px 2px; text-align: left"
+    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def value_text(value: object, null: str = "–") -> str:

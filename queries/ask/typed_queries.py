@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headcount.queries.ask.named_queries import NamedQuery
+from headcount.queries.open.named_queries import NamedQuery
 from headcount.schemas.errors import QueryError
 
 

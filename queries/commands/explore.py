@@ -49,7 +49,7 @@ def explore(
         from headcount.queries.explore.many_files import cost_of_many_files
         from headcount.queries.explore.query_engine import Engine
         from headcount.queries.explore.server import LOCAL_NAMES, serve
-        from headcount.queries.open.connection import check_memory
+        from headcount.queries.open.limits import check_memory
 
     memory = check_memory(memory)
     if (cost := cost_of_many_files(runs)) is not None:

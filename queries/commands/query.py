@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer.core import TyperCommand
 
-from headcount.queries.ask.named_queries import QUERIES, read_queries
 from headcount.queries.ask.typed_queries import read_typed, with_parameters
-from headcount.queries.sql_text import text_literal
+from headcount.queries.open.named_queries import QUERIES, read_queries
+from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.errors import QueryError
-from headcount.workers.run_model import RunModels
 
 if TYPE_CHECKING:
     from headcount.queries.ask.answers import Answer
     from headcount.queries.ask.asking import RunDatabase
     from headcount.queries.ask.formats import Format
+    from headcount.workers.run_model import RunModels
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -120,7 +120,7 @@ def query(
     from headcount.queries.ask.formats import format_of, rows_to_read
     from headcount.queries.ask.process_memory import held_to_memory
     from headcount.queries.ask.text_tables import TABLE_ROWS
-    from headcount.queries.open.connection import check_memory, view_descriptions
+    from headcount.queries.open.limits import check_memory
 
     time_limit = timeout if 0 < timeout < float("inf") else None
     asked = read_typed(typed, file)
@@ -128,7 +128,7 @@ def query(
     database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
     warn_of_damage(database)
 
-    views = view_descriptions(database.connection)
+    views = database.view_descriptions
     if asked is None:
         # Every view with the first sentence of its description.
         for name, description in views.items():
@@ -136,8 +136,8 @@ def query(
         return
     options = [option for parameter in context.command.params for option in parameter.opts]
     sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
-    models = RunModels(runs) if text else None
-    with held_to_memory(database.connection):
+    models = _models_of(runs) if text else None
+    with held_to_memory(database):
         answer = _answer(database, sql, limit, time_limit, models, answer_format, output, vertical)
     rows_asked = rows_to_read(answer_format, limit)
     if rows_asked is not None and asked.strip().lower() in views:
@@ -147,6 +147,13 @@ def query(
         is_all_read = answer.rows_read < rows_asked
         _say_which_runs_are_shown(database, answer, rows_shown, is_all_read, view)
     _say_how_much_is_in(database)
+
+
+def _models_of(runs: str) -> RunModels:
+    """The models of runs, whose tokenizers make text of tokens. Nothing else needs them."""
+    from headcount.workers.run_model import RunModels
+
+    return RunModels(runs)
 
 
 def _say_which_runs_are_shown(
@@ -182,7 +189,7 @@ def _answer(
     from headcount.queries.open.column_facts import column_facts, why_empty
 
     try:
-        found = run_query(database.connection, sql, rows_to_read(answer_format, limit), time_limit)
+        found = run_query(database, sql, rows_to_read(answer_format, limit), time_limit)
     except SqlMistake as mistake:
         # It is shown where it stands, above the error.
         if mistake.pointer:
@@ -192,14 +199,14 @@ def _answer(
         run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
         write_tokens_as_text(found, models, run_ids)
     if answer_format == "parquet":
-        found.facts = column_facts(database.connection, sql)
+        found.facts = column_facts(database, sql)
     if output is not None:
         write_file(found, answer_format, output, limit, vertical)
     else:
         _write_to_stdout(found, answer_format, limit, vertical)
     # No rows may be the answer, or a sign that the scan did not measure what a view needs.
     if not found.rows_read:
-        for line in why_empty(database.connection, sql):
+        for line in why_empty(database, sql):
             tell_user(f"note: {line}")
     return found
 
@@ -271,7 +278,7 @@ def report(
     with waiting("reading the runs"):
         database = open_runs(runs, code=code, tell=tell_user)
         warn_of_damage(database)
-        write_report(database, output, RunModels(runs) if text else None)
+        write_report(database, output, _models_of(runs) if text else None)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
 
@@ -286,7 +293,7 @@ def views(
     """Write a DuckDB file with the views of runs and none of their rows, for dashboards and the
     DuckDB shell. The same command renews it, also while a scan writes.
     """
-    from headcount.queries.open.exported_views import write_views
+    from headcount.queries.ask.exported_views import write_views
 
     written, damage = write_views(runs, output, code)
     for line in damage:

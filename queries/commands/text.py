@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
-from headcount.queries.sql_text import text_literal
+from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.errors import ModelError, QueryError, printable
 from headcount.schemas.measured_heads import Head
 from headcount.workers.run_model import Look, RunModels

@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic import NonNegativeInt
 
-from headcount.queries.explore.page_queries import Answer, Array, Head, Query, RunFacts, Statement
-from headcount.queries.explore.page_queries import where as where_clause
-from headcount.queries.report.examples import RECEIVED, marked_keys
+from headcount.queries.answers.marks import RECEIVED, marked_keys
+from headcount.queries.answers.page_queries import Answer, Array, Head, Query, RunFacts, Statement
+from headcount.queries.answers.page_queries import where as where_clause
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.workers.run_model import RunModels
 

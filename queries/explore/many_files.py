@@ -4,7 +4,7 @@ import shlex
 from contextlib import suppress
 
 from headcount.schemas.files.run_directory import find_runs
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import absolute, names
 
 MANY_FILES = 5000  # from which on the page takes ten seconds, instead of three

@@ -6,44 +6,28 @@ from typing import Any, TypeAlias
 
 import duckdb
 
-from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.explore.axes import Axis, axis_of
-from headcount.queries.explore.page_queries import (
+from headcount.queries.answers import run_facts
+from headcount.queries.answers.axes import Axis, axis_of
+from headcount.queries.answers.loss_effects import effects_among, shown_runs
+from headcount.queries.answers.page_queries import (
     Header,
     Heatmap,
     Histograms,
-    ProfileFacts,
     Query,
-    RunFacts,
     Scope,
     sample_condition,
     where,
 )
-from headcount.queries.open.connection import OPENED, hold_to_commits, make_views
-from headcount.queries.open.run import ReadRun, Run, read_runs
-from headcount.queries.report.head_curves import AXES
-from headcount.queries.report.loss_effects import PARTS, effects_among, shown_runs
-from headcount.queries.sql_text import quoted_name
+from headcount.queries.answers.run_facts import RunFacts, facts_of_runs, first_statistics
+from headcount.queries.ask.asking import RunDatabase
+from headcount.queries.open.run import ReadRun, read_runs
+from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown
-from headcount.schemas.kinds import OF_MERGED
+from headcount.schemas.filled_tables import OF_MERGED
 from headcount.schemas.places import place
-from headcount.schemas.tables import CURVES, HEADS, PROFILES, ROLLUPS, SEQUENCES
+from headcount.schemas.tables import CURVES, HEADS, PROFILES, SEQUENCES
 
-LARGE_RUN_ROWS = 20_000_000  # of one intervention; with more, brushes read a sample
-
-AXIS_ROWS = 50_000  # rows of the first sequences from which the ends of an axis are taken, about
 TAIL = 0.0005  # share of the values that lie beyond each end of an axis
-
-FIRST_STATISTICS = (
-    "sink_mass",
-    "entropy",
-    "induction_score",
-    "value_norm",
-    "previous_token_mass",
-    "head_output_norm",
-)
-"""Statistics that a page shows first, if a run has them. It shows as many of others if not."""
-
 
 Ends: TypeAlias = tuple[float | None, float | None]  # of an axis: low, high; None without values
 
@@ -54,7 +38,7 @@ class PageRuns:
     def __init__(self, database: RunDatabase, revision: int) -> None:
         self.database = database
         self.revision = revision  # differs between two states, also after a restart
-        self._runs = _runs_of(database)
+        self._runs = database.runs
         self._records = database.records("FROM runs ORDER BY run_id")
         self._shown = shown_runs(self._records)
         self._statistics = database.records(
@@ -68,26 +52,23 @@ class PageRuns:
         )
         for run_id, subset in subsets:
             self._subsets.setdefault(run_id, []).append(subset)
-        # Asked once and not for each of many runs: it binds the view.
-        self._sequence_columns = database.columns("sequences")
-        self._run_by_id = {run.directory.run_id: run for run in self._runs}
-        self._facts = {record["run_id"]: self._facts_of(record) for record in self._records}
+        self._facts = facts_of_runs(database, self._records)
         self._samples: dict[tuple[str, str], str] = {}  # tables, by run and intervention
         self._lock = Lock()  # held while a sample is read: two queries must not read the same one
         if any(facts.has_rollups for facts in self._facts.values()):
             # Queries are asked on cursors of the connection, which make no views.
-            make_views(database.connection, " ".join(_ROLLED_UP_VIEWS))
+            database.make_views(" ".join(_ROLLED_UP_VIEWS))
         if any(facts.profiles or facts.has_parts for facts in self._facts.values()):
-            make_views(database.connection, "profile_means")
+            database.make_views("profile_means")
         if any(effects_among(facts.statistics) for facts in self._facts.values()):
-            make_views(database.connection, "effect_calibration calibrated_effects")
+            database.make_views("effect_calibration calibrated_effects")
         self._axes: dict[tuple[str, str], Axis] = {}
         self.is_verified = False  # whether what repeats rows was compared with its commits
         self.has_verified_rows = False  # whether the rows were compared too
 
     def is_current(self, path: str, code: str | None, read: ReadRun) -> bool:
         """Whether nothing was committed and no damage was found since it was opened."""
-        if _runs_of(self.database) is not self._runs:
+        if self.database.runs is not self._runs:
             return False
         runs, _ = read_runs(place(path), code, read)
         return len(runs) == len(self._runs) and all(
@@ -107,14 +88,14 @@ class PageRuns:
         rows = rows or self.has_verified_rows
         tables = [*OF_MERGED, SEQUENCES.name, PROFILES.name]
         tables += [HEADS.name, CURVES.name] if rows else []
-        hold_to_commits(self.database.connection, " ".join(tables))
+        self.database.hold_to_commits(" ".join(tables))
         # Not before: meanwhile another query may ask.
         self.is_verified, self.has_verified_rows = True, rows
 
     def verified(self, rows: bool) -> "PageRuns":
         """The same runs, compared with their commits before anything is noted of them."""
         self.verify(rows)
-        if _runs_of(self.database) is self._runs:
+        if self.database.runs is self._runs:
             return self
         runs = PageRuns(self.database, self.revision)
         runs.verify(rows)
@@ -178,12 +159,12 @@ class PageRuns:
         """The heatmap that a page shows first."""
         facts = self._facts[self._shown[0]["run_id"]]
         scope = Scope(run_id=facts.run_id, intervention=facts.interventions[0])
-        return Heatmap(kind="heatmap", scope=scope, statistic=_first_statistics(facts)[0])
+        return Heatmap(kind="heatmap", scope=scope, statistic=first_statistics(facts.statistics)[0])
 
     def first_histograms(self) -> Histograms:
         """The histograms that a page shows first."""
         heatmap = self.first_query()
-        statistics = _first_statistics(self.facts(heatmap.scope.run_id))
+        statistics = first_statistics(self.facts(heatmap.scope.run_id).statistics)
         return Histograms(kind="histograms", scope=heatmap.scope, statistics=tuple(statistics))
 
     def overview(self) -> Header:
@@ -195,7 +176,7 @@ class PageRuns:
                 {
                     **{name: record[name] for name in _SHOWN_OF_RUN},
                     "subsets": self._subsets.get(facts.run_id, []),
-                    "first_statistics": _first_statistics(facts),
+                    "first_statistics": first_statistics(facts.statistics),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
                     "has_curves": bool(facts.profiles or facts.kept_curves),
@@ -207,34 +188,6 @@ class PageRuns:
             "statistics": self._statistics,
             "damage": self.database.damage(),
         }
-
-    def _facts_of(self, record: Record) -> RunFacts:
-        # Of one intervention: a query reads no more.
-        rows = record["rows"] // max(1, len(record["interventions"]))
-        run = self._run_by_id[record["run_id"]]
-        profiles = _profiles(run, "profiles")
-        kept_curves = _profiles(run, "curves")
-        # Only if all rows are in roll-ups and samples: otherwise means are as quick from the rows.
-        has_rollups = bool(run.files(ROLLUPS.name)) and not run.files(HEADS.name, unrolled=True)
-        stride = run.manifest.sample_stride
-        return RunFacts(
-            run_id=record["run_id"],
-            layers=record["n_layers"],
-            heads=record["n_heads"],
-            interventions=tuple(record["interventions"]),
-            statistics=tuple(record["statistics"]),
-            uniform_baseline=frozenset(
-                name for name in record["statistics"] if f"uniform_{name}" in self._sequence_columns
-            ),
-            every=stride if rows > LARGE_RUN_ROWS else 1,
-            has_rollups=has_rollups,
-            has_large_sample=has_rollups and rows // stride >= AXIS_ROWS,
-            profiles=profiles,
-            has_parts=PARTS in run.manifest.kinds.get("profiles", {}),
-            kept_curves={
-                name: facts for name, facts in kept_curves.items() if name not in profiles
-            },
-        )
 
     def _ends(
         self, facts: RunFacts, statistics: list[str], cursor: duckdb.DuckDBPyConnection
@@ -248,7 +201,9 @@ class PageRuns:
         if not facts.has_large_sample:
             smallest = f"SELECT min(sequence) FROM sequences{where(conditions)}"
             [(first_sequence,)] = cursor.execute(smallest).fetchall()
-            stop = (first_sequence or 0) + max(1, AXIS_ROWS // (facts.layers * facts.heads))
+            stop = (first_sequence or 0) + max(
+                1, run_facts.AXIS_ROWS // (facts.layers * facts.heads)
+            )
             table, conditions = "heads", [*conditions, f"sequence < {stop}"]
         quantiles = ", ".join(
             f"quantile_cont({name}::DOUBLE, {share})"
@@ -268,26 +223,6 @@ _SHOWN_OF_RUN = (
     *("complete", "rows", "tokens"),
 )
 """Columns of `runs` that the page shows."""
-
-
-def _first_statistics(facts: RunFacts) -> list[str]:
-    preferred = [name for name in FIRST_STATISTICS if name in facts.statistics]
-    names = dict.fromkeys([*preferred, *facts.statistics])
-    return list(names)[: len(FIRST_STATISTICS)]
-
-
-def _runs_of(database: RunDatabase) -> list[Run]:
-    """The runs that a database reads. The list is another one after damage was found."""
-    return OPENED[database.connection].runs
-
-
-def _profiles(run: Run, field: str) -> dict[str, ProfileFacts]:
-    """The profiles in a field of a run's scan that a page can draw as lines."""
-    return {
-        name: ProfileFacts(record["axis"], record["meaning"], record["unit"])
-        for name, record in run.manifest.kinds.get(field, {}).items()
-        if record["axis"] in AXES
-    }
 
 
 def _finite(value: Any) -> float | None:  # noqa: ANN401  # whatever a column holds

@@ -17,12 +17,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from headcount.queries.ask.answers import query_error
-from headcount.queries.ask.asking import open_runs
-from headcount.queries.ask.formats import json_value
-from headcount.queries.explore.attention import Attention
-from headcount.queries.explore.opened import PageRuns
-from headcount.queries.explore.page_queries import (
+from headcount.queries.answers.page_queries import (
     Answer,
     Header,
     PageQuery,
@@ -30,8 +25,13 @@ from headcount.queries.explore.page_queries import (
     RunFacts,
     Texts,
 )
+from headcount.queries.ask.answers import query_error
+from headcount.queries.ask.asking import RunDatabase, open_runs
+from headcount.queries.ask.formats import json_value
+from headcount.queries.explore.attention import Attention
+from headcount.queries.explore.opened import PageRuns
 from headcount.queries.explore.sql_process import Settings, SqlProcesses, SqlQuery
-from headcount.queries.open.connection import MEMORY, share_of
+from headcount.queries.open.limits import MEMORY, share_of
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.values import EXPECTED, wrong_value
@@ -166,7 +166,7 @@ class Engine:
                 await self._in_thread(
                     self.threads,
                     self._interruptible(runs),
-                    lambda connection: runs.facts_for(histograms, connection.cursor()),
+                    lambda cursors: runs.facts_for(histograms, cursors.cursor()),
                 )
             self.sql_processes.prepare(self.runs.revision)
             await self.look_again(rows=True)
@@ -245,8 +245,8 @@ class Engine:
     async def _compute(self, runs: PageRuns, query: Query) -> tuple[Header, Answer]:
         """What every answer says, and the answer."""
 
-        def work(connection: Interruptible) -> tuple[Header, Answer]:
-            cursor = connection.cursor()
+        def work(cursors: Interruptible) -> tuple[Header, Answer]:
+            cursor = cursors.cursor()
             facts = runs.facts_for(query, cursor)
             tables: list[pa.Table] = []
             for statement in query.statements(facts):
@@ -259,7 +259,7 @@ class Engine:
         return await self._in_thread(self.threads, self._interruptible(runs), work)
 
     def _interruptible(self, runs: PageRuns) -> "Interruptible":
-        return Interruptible(runs.database.connection)
+        return Interruptible(runs.database)
 
     async def _in_thread(self, threads: ThreadPoolExecutor, query: S, work: Callable[[S], T]) -> T:
         """Do some work on a thread, until the deadline or until nobody waits for it."""
@@ -404,18 +404,18 @@ class AnswerCache:
 
 
 class Interruptible:
-    """Remembers the cursors that a query makes of a connection, so that they can be stopped."""
+    """Remembers the cursors that a query makes of a database, so that they can be stopped."""
 
     seconds_starting = 0.0
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self._connection = connection
+    def __init__(self, database: RunDatabase) -> None:
+        self._database = database
         self._cursors: list[duckdb.DuckDBPyConnection] = []
         self._lock = Lock()
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A new cursor."""
-        cursor = self._connection.cursor()
+        cursor = self._database.cursor()
         with self._lock:
             self._cursors.append(cursor)
         return cursor

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from headcount.queries.explore.query_engine import Engine
-from headcount.queries.open.connection import spill_directory
+from headcount.queries.open.limits import spill_directory
 from headcount.schemas.errors import HeadcountError, QueryError, printable
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.unending import UNENDING

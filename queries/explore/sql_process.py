@@ -30,7 +30,7 @@ from headcount.queries.ask.process_memory import (
     hold_to_memory,
     memory_errors_in_one_line,
 )
-from headcount.queries.open.connection import spill_directory
+from headcount.queries.open.limits import spill_directory
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.packages import PACKAGE
@@ -281,7 +281,7 @@ class _Runs:
         """The runs, opened anew if the explorer has done so."""
         if self._database is None or revision != self._revision:
             if self._database is not None:
-                self._database.connection.close()
+                self._database.close()
                 self._database = None
             allow_all_memory()
             settings = self._settings
@@ -289,14 +289,14 @@ class _Runs:
             database = open_runs(
                 settings.path, code=settings.code, memory=settings.memory, read=read
             )
-            hold_to_memory(database.connection)
+            hold_to_memory(database)
             self._database, self._revision = database, revision
         return self._database
 
     def answer(self, text: str, revision: int) -> Reply:
         """The first rows of an answer."""
         # One row more than is shown tells whether there are more.
-        answer = run_query(self.at(revision).connection, text, MOST_ROWS + 1)
+        answer = run_query(self.at(revision), text, MOST_ROWS + 1)
         rows: list[list[object]] = []
         byte_count = 0
         for batch in answer.batches():

@@ -4,33 +4,31 @@ import json
 import math
 import re
 
-import duckdb
-
-from headcount.queries.open.connection import OPENED, view_descriptions
 from headcount.queries.open.descriptions import PREFIXES, column_texts
+from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.run_tables import measured_columns
-from headcount.schemas.kinds import KINDS, TABLES
+from headcount.schemas.filled_tables import FILLINGS, TABLES
 
 SAME_RANGE = ("mean_", "max_", "uniform_")  # prefixes that keep the range of a column
 
 Facts = dict[str, dict[str, str]]  # description, unit, range and source, by name of the column
 
 
-def views_read(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
+def views_read(opened: OpenedRuns, query: str) -> list[str]:
     """The views whose names stand in a query. DuckDB would name the tables below them."""
     words = re.findall(r"\w+", query.lower())
-    views = view_descriptions(connection)
+    views = opened.view_descriptions
     return [word for word in dict.fromkeys(words) if word in views]
 
 
-def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
+def column_facts(opened: OpenedRuns, query: str) -> Facts:
     """Meaning, unit, range and source of columns by name, as the query's views say, then tables."""
-    preferred = [*views_read(connection, query), *TABLES]
+    preferred = [*views_read(opened, query), *TABLES]
     rank = {view: preferred.index(view) for view in preferred}
     # The query's views are there by now, and making all others would take half a second.
-    measured = measured_columns(OPENED[connection].runs)
+    measured = measured_columns(opened.runs)
     texts = sorted(
-        column_texts(connection.cursor(), measured),
+        column_texts(opened.cursor(), measured),
         key=lambda text: rank.get(text[0], len(preferred)),
     )
     facts: Facts = {}
@@ -38,7 +36,7 @@ def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
         facts.setdefault(column, {"description": description})
     formula_facts: Facts = {}
     sql = "SELECT name, unit, source, range_low, range_high FROM formulas"
-    for name, unit, source, low, high in connection.cursor().execute(sql).fetchall():
+    for name, unit, source, low, high in opened.fetched(sql):
         of_formula = {"unit": unit, "source": source}
         if low is not None:
             # JSON does not have infinity: an open end is null.
@@ -57,26 +55,26 @@ def column_facts(connection: duckdb.DuckDBPyConnection, query: str) -> Facts:
     return facts
 
 
-def why_empty(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
+def why_empty(opened: OpenedRuns, query: str) -> list[str]:
     """For each view that a query reads and that has no rows, what a scan needs to fill it."""
     lines: list[str] = []
-    for view in views_read(connection, query):
-        need = _need(connection, view)
-        if need and not connection.cursor().execute(f'SELECT 1 FROM "{view}" LIMIT 1').fetchall():
+    for view in views_read(opened, query):
+        need = _need(opened, view)
+        if need and not opened.fetched(f'SELECT 1 FROM "{view}" LIMIT 1'):
             lines.append(f"{view} has no rows in these runs; it needs {need}")
     return lines
 
 
-def _need(connection: duckdb.DuckDBPyConnection, view: str) -> str | None:
+def _need(opened: OpenedRuns, view: str) -> str | None:
     """What a view needs: the field of a scan that fills a table, or what its description says."""
     if view in TABLES:
         if TABLES[view].written == "every shard":
             return "a shard that is done: headcount status RUN says how far a run is"
         if TABLES[view].written == "when shards are merged":
             return "merged shards: headcount compact RUN; head_summaries answers without"
-        fields = [f"{kind.field} = […]" for kind in KINDS if kind.table.name == view]
+        fields = [f"{filling.field} = […]" for filling in FILLINGS if filling.table.name == view]
         # Two kinds may fill one table.
         return f"{' or '.join(fields)} in the scan"
     # The description of a `.sql` file may end in such a sentence.
-    need = re.search(r"Needs: (.+?)\.?$", view_descriptions(connection)[view])
+    need = re.search(r"Needs: (.+?)\.?$", opened.view_descriptions[view])
     return need[1] if need else None

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import duckdb
 
-from headcount.queries.sql_text import quoted_name, text_literal
-from headcount.schemas.kinds import TABLES
+from headcount.queries.open.sql_text import quoted_name, text_literal
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.tables import OF_HEAD, PARTITIONS, PROFILES, SEQUENCES, Column
 
 COLUMNS_FILE = Path(__file__).with_name("internal") / "columns.toml"

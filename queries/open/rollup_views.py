@@ -18,7 +18,7 @@ import duckdb
 
 from headcount.queries.open.run import Run
 from headcount.queries.open.run_tables import bounds
-from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.histogram_bins import (
     BINS_PER_OCTAVE,
     LAST_BIN,

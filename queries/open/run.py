@@ -12,7 +12,7 @@ from headcount.schemas.errors import QueryError, RunError, StoreError, unknown
 from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, check_merged, find_runs, pc
-from headcount.schemas.kinds import OF_MERGED, WORDS
+from headcount.schemas.filled_tables import OF_MERGED, WORDS
 from headcount.schemas.places import Place, absolute
 
 

@@ -13,7 +13,7 @@ from headcount.queries.open.descriptions import TEXTS
 from headcount.queries.open.run import Run
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import holds_whole_shard, pc
-from headcount.schemas.kinds import KINDS, carried_columns, columns_of
+from headcount.schemas.filled_tables import FILLINGS, carried_columns, columns_of
 from headcount.schemas.scans.training_step import training_step
 from headcount.schemas.tables import Column
 
@@ -47,7 +47,7 @@ def formulas(runs: list[Run], field: str) -> dict[str, FormulaFacts]:
 
 def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
     """The columns that some run measured or carries from its corpus, by table and name."""
-    columns = columns_of({kind.field: formulas(runs, kind.field) for kind in KINDS})
+    columns = columns_of({kind.field: formulas(runs, kind.field) for kind in FILLINGS})
     for run in runs:
         fields = run.scan.get("input", {}).get("columns") or []
         for table, carried in carried_columns(fields).items():
@@ -82,7 +82,7 @@ def statistics_table(runs: list[Run]) -> pa.Table:
 def formulas_table(runs: list[Run]) -> pa.Table:
     """One row per formula of every kind."""
     rows: list[FormulaFacts] = []
-    for kind in KINDS:
+    for kind in FILLINGS:
         kind_facts = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
         rows += [row | kind_facts for row in _formula_rows(runs, kind.field)]
     return pa.Table.from_pylist(rows, schema=schema_of("formulas"))

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import duckdb
 
-from headcount.queries.ask.named_queries import NamedQuery
 from headcount.queries.open.descriptions import PREFIXES
-from headcount.queries.sql_text import quoted_name, text_literal
-from headcount.schemas.kinds import KINDS
+from headcount.queries.open.named_queries import NamedQuery
+from headcount.queries.open.sql_text import quoted_name, text_literal
 
 DYNAMIC = re.compile(r'\bquery(?:_table)?"?\s*(?:\(|/\*|--)')
 """A function that runs a text, in which any table may be named, or pieced together.
@@ -203,6 +202,9 @@ def base_names(column: str) -> set[str]:
 
 def way_to(column: str) -> str:
     """How the next scan measures a column that no run has. Empty if no scan can."""
+    # Every formula there is: nothing else in queries asks for it, and most never get here.
+    from headcount.schemas.kinds import KINDS
+
     for kind in KINDS:
         for name in sorted(base_names(column)):
             if kind.named_by is None and name in kind:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from headcount.queries.open.run import Run
 from headcount.queries.open.run_tables import measured_columns
-from headcount.queries.sql_text import quoted_name, text_literal
-from headcount.schemas.kinds import TABLES
+from headcount.queries.open.sql_text import quoted_name, text_literal
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.tables import HEADS, PARTITION_NAMES, SEQUENCES, Table
 
 

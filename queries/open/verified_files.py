@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import platformdirs
 import pyarrow as pa
 
-from headcount.queries.open.run import Run
+from headcount.queries.open.run import READINGS, Run, read_run
+from headcount.schemas.errors import QueryError
 from headcount.schemas.files.damage import (
     CommittedFile,
     Damage,
@@ -41,12 +43,36 @@ SECONDS_BEFORE_NOTICE = 2.0  # seconds of reading after which the user is told w
 Tell = Callable[[str], None]  # called with a line for the user
 
 
+def verified(run: Run, tables: Iterable[str], tell: Tell) -> Run:
+    """The run without what is damaged of some tables. The same object if nothing is."""
+    for _ in range(READINGS):
+        known_paths = {damage.path for damage in run.damaged}
+        damage = [each for each in damage_in(run, tables, tell) if each.path not in known_paths]
+        if not damage:
+            return run
+        # The run may have changed since it was opened: files that were measured again, extended
+        # or merged are not damaged, so look again with the commit log of now.
+        run_now = read_run(run.directory, run.code)
+        if run_now.commit_log.equals(run.commit_log):
+            return replace(run, damaged=[*run.damaged, *damage])
+        run = run_now
+    raise changing_too_fast(run)
+
+
+def changing_too_fast(run: Run) -> QueryError:
+    """The error of a run that is never the same when it is read again."""
+    return QueryError(
+        f"the files of {run.directory.path} change faster than they are read; wait for whoever is "
+        "at work on the run, then ask again"
+    )
+
+
 def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
     """Damaged files of some tables of a run; none in a store, where that would fetch them all."""
     home = run.directory.path
-    if not isinstance(home, Path):
-        return []
     tables = list(tables)
+    if not isinstance(home, Path) or not tables:
+        return []
     known_keys = _read_keys(home)
     keys = _keys(home, run.done, tables)
     files = [

@@ -1,22 +1,18 @@
 """The card of one head: all that a run says of it, as plain lists and numbers, and as a page."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from headcount.queries.answers.examples import Examples, Excerpt, example_statistics, read_examples
+from headcount.queries.answers.head_curves import HeadCurve
+from headcount.queries.answers.numbers import NUMBERS, Numbers
+from headcount.queries.answers.page_queries import Effects
+from headcount.queries.answers.run_facts import facts_of_runs
+from headcount.queries.answers.section import Section, answered, read_section
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.report.examples import Examples, Excerpt, example_statistics, read_examples
-from headcount.queries.report.head_curves import HeadCurve
 from headcount.queries.report.html_page import CARD, TEMPLATES, html_text, json_value
-from headcount.queries.report.loss_effects import effect_queries, effects_answer
-from headcount.queries.report.section import (
-    NUMBERS,
-    Numbers,
-    Section,
-    read_section,
-    runs_by_id,
-)
 from headcount.schemas.errors import QueryError, unknown
 from headcount.schemas.measured_heads import Head
 from headcount.workers.run_model import RunModels
@@ -127,15 +123,16 @@ def head_card(
     run = _chosen_run(database, run_id)
     if intervention not in run["interventions"]:
         raise QueryError(unknown("intervention", intervention, run["interventions"]))
-    section = read_section(database, run, intervention, head=head)
-    if head.layer >= section.n_layers or head.head >= section.n_heads:
+    (facts,) = facts_of_runs(database, [run]).values()
+    if head.layer >= facts.layers or head.head >= facts.heads:
         raise QueryError(
             f"run {run['run_id']}: head {head}: expected a head from L0H0 to "
-            f"{Head(section.n_layers - 1, section.n_heads - 1)}"
+            f"{Head(facts.layers - 1, facts.heads - 1)}"
         )
-    names = example_statistics(section.statistics)
+    section = read_section(database, facts, intervention, head=head)
+    names = example_statistics(section.facts.statistics)
     examples = read_examples(database, section, {name: [head] for name in names}, models)
-    return _card(database, section, head, examples)
+    return _card(database, run, section, head, examples)
 
 
 def card_html(card: HeadCard) -> str:
@@ -145,7 +142,7 @@ def card_html(card: HeadCard) -> str:
 
 
 def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:
-    runs = runs_by_id(database)
+    runs = {row["run_id"]: row for row in database.records("FROM runs")}
     if run_id is None and len(runs) == 1:
         return next(iter(runs.values()))
     if run_id is None:
@@ -157,9 +154,10 @@ def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:
     return runs[run_id]
 
 
-def _card(database: RunDatabase, section: Section, head: Head, examples: Examples) -> HeadCard:
-    facts = {row["name"]: row for row in database.records("FROM formulas")}
-    run = section.run
+def _card(
+    database: RunDatabase, run: Record, section: Section, head: Head, examples: Examples
+) -> HeadCard:
+    facts = {row["name"]: row for row in database.records("FROM statistics")}
 
     def own(numbers: Numbers, column: str, statistic: int) -> Any:  # noqa: ANN401  # int or float
         """A number of the head: None for NaN."""
@@ -169,7 +167,7 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
     statistics: list[CardStatistic] = []
     distributions: dict[str, CardDistribution] = {}
     subsets: dict[str, list[CardSubset]] = {}
-    for index, name in enumerate(section.statistics):
+    for index, name in enumerate(section.facts.statistics):
         changes = section.changes
         statistics.append(
             CardStatistic(
@@ -177,7 +175,7 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
                 meaning=facts[name]["meaning"],
                 formula=facts[name]["formula"] or "",
                 unit=facts[name]["unit"],
-                uniform_baseline=section.uniform_baseline[name],
+                uniform_baseline=section.uniform_baseline.get(name),
                 heads=int((~np.isnan(section.numbers["mean"][index])).sum()),
                 change=own(changes, "mean", index) if changes else None,
                 change_error=own(changes, "standard_error", index) if changes else None,
@@ -207,10 +205,7 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
         statistics=statistics,
         distributions=distributions,
         subsets=subsets,
-        curves=[
-            curve.of_head(*head, facts[curve.profile]["meaning"], facts[curve.profile]["unit"])
-            for curve in section.curves
-        ],
+        curves=[curve.of_head(*head) for curve in section.curves],
         effects=_effects(database, section, head, {one.name: one for one in statistics}),
         most={name: excerpts for (name, *_), excerpts in examples.most.items()},
         least={name: excerpts for (name, *_), excerpts in examples.least.items()},
@@ -221,12 +216,10 @@ def _card(database: RunDatabase, section: Section, head: Head, examples: Example
 def _effects(
     database: RunDatabase, section: Section, head: Head, statistics: dict[str, CardStatistic]
 ) -> list[CardEffect]:
-    run = section.run["run_id"], section.intervention, section.statistics
-    queries = effect_queries(*run, has_parts=False)
-    found = {name: database.records(sql) for name, sql in queries.items()}
+    facts = replace(section.facts, has_parts=False)
+    answer = answered(database, facts, Effects(kind="effects", scope=section.scope)).header
     effects: list[CardEffect] = []
-    answer = effects_answer(run[0], section.n_layers, section.statistics, found)
-    sql = f"SELECT statistic, q FROM head_effects {section.condition} AND label = '{head}'"
+    sql = f"SELECT statistic, q FROM head_effects{section.condition} AND label = '{head}'"
     rows = database.records(sql) if answer["effects"] else []
     q = {row["statistic"]: row["q"] for row in rows}
     for about in answer["effects"]:

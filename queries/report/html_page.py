@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headcount.queries.ask.asking import Record
 from headcount.queries.ask.formats import check_suffix
+from headcount.queries.ask.text_tables import value_text
 from headcount.schemas.errors import QueryError
 from headcount.schemas.packages import PACKAGE
 
@@ -56,7 +57,7 @@ def html_text(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number
+    environment.filters["number"] = value_text
     own = template.with_suffix(".js")
     files = [*(PAGE / module for module in modules), *([own] if own.exists() else [])]
     # Line breaks around the script belong to its element, and so to its digest.
@@ -131,20 +132,3 @@ def json_value(value: object) -> object:
         case list() | tuple():
             return [json_value(item) for item in value]
     return value
-
-
-def number(value: object) -> str:
-    """A number for people: four digits, a dash if it is undefined."""
-    match value:
-        case None:
-            return "–"
-        # Before int, which a bool is too.
-        case bool():
-            return "yes" if value else "no"
-        case float() if not math.isfinite(value):
-            return "–"
-        case float():
-            return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-        case int():
-            return f"{value:,}"
-    return str(value)

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.explore.opened import FIRST_STATISTICS
-from headcount.queries.report.examples import (
+from headcount.queries.answers.examples import (
     LEAST,
     MOST,
     MOST_EXAMPLE_STATISTICS,
@@ -23,6 +21,14 @@ from headcount.queries.report.examples import (
     read_examples,
     strongest_heads,
 )
+from headcount.queries.answers.head_curves import Array
+from headcount.queries.answers.loss_effects import shown_runs
+from headcount.queries.answers.numbers import NUMBERS, Numbers
+from headcount.queries.answers.page_queries import Effects
+from headcount.queries.answers.run_facts import RunFacts, facts_of_runs, first_statistics
+from headcount.queries.answers.section import Section, answered, read_section
+from headcount.queries.ask.asking import Record, RunDatabase
+from headcount.queries.open.sql_text import text_literal
 from headcount.queries.report.html_page import (
     REPORT,
     TEMPLATES,
@@ -30,17 +36,7 @@ from headcount.queries.report.html_page import (
     json_value,
     write_html,
 )
-from headcount.queries.report.loss_effects import PARTS, effect_queries, effects_answer, shown_runs
-from headcount.queries.report.section import (
-    NUMBERS,
-    Array,
-    Head,
-    Numbers,
-    Section,
-    read_section,
-    runs_by_id,
-)
-from headcount.queries.sql_text import text_literal
+from headcount.schemas.measured_heads import Head
 from headcount.schemas.predictions import PREDICTIONS
 
 if TYPE_CHECKING:
@@ -66,22 +62,22 @@ class Detail:
 def write_report(database: RunDatabase, output: Path, models: RunModels | None = None) -> None:
     """Write one HTML file: the explorer's page with the answers that `source.js` looks for."""
     check_writable(output)
-    runs = shown_runs(runs_by_id(database).values())
+    runs = shown_runs(database.records("FROM runs"))
+    facts_of_run = facts_of_runs(database, runs)
     detail = _detail(runs)
     sections: Record = {}
-    overview = [_overview_of_run(database, run) for run in runs]
-    for run, shown in zip(runs, overview, strict=True):
+    overview = [_overview_of_run(database, run, facts_of_run[run["run_id"]]) for run in runs]
+    for shown in overview:
         own: list[Record] = []
         # A run without rows yet has sections too.
-        for intervention in run["interventions"]:
-            section = read_section(database, run, intervention, with_details=detail.distributions)
+        for intervention in shown["interventions"]:
+            facts = facts_of_run[shown["run_id"]]
+            section = read_section(database, facts, intervention, with_details=detail.distributions)
             examples = _examples(database, section, detail, models)
             own.append(_head_facts(database, section) | {"examples": examples})
-            sections[f"{run['run_id']}/{intervention}"] = own[-1]
+            sections[f"{facts.run_id}/{intervention}"] = own[-1]
         shown["has_curves"] = any(section["curves"] for section in own)
         shown["has_effects"] = any(any(section["effects"].values()) for section in own)
-        # A manifest may not say the sizes of its model.
-        shown |= {size: own[0][size] for size in ("n_layers", "n_heads")}
     facts = "name, unit, range_low, range_high, meaning, formula, source"
     data = {
         "overview": {
@@ -109,7 +105,7 @@ def _detail(runs: Iterable[Record]) -> Detail:
     return Detail(cells <= MOST_DETAILED_CELLS, max(2, heads_with_examples))
 
 
-def _overview_of_run(database: RunDatabase, run: Record) -> Record:
+def _overview_of_run(database: RunDatabase, run: Record, facts: RunFacts) -> Record:
     """What the page lists of a run, and what a reader must know of it before the numbers."""
     names = (
         "run_id name model weight_processing input_family n_ctx n_layers n_heads measured_heads "
@@ -122,15 +118,16 @@ def _overview_of_run(database: RunDatabase, run: Record) -> Record:
         f"SELECT DISTINCT pile_set_name AS name FROM sequences {in_run} "
         "AND pile_set_name IS NOT NULL ORDER BY ALL",
     )
-    preferred = [name for name in FIRST_STATISTICS if name in run["statistics"]]
-    first = list(dict.fromkeys([*preferred, *run["statistics"]]))[: len(FIRST_STATISTICS)]
     return {name: run[name] for name in names.split()} | {
         "options": _input_words(run),
         "predictions": _predictions(database, in_run),
         "engines": {name: _engine(database, run, name) for name in run["interventions"]},
         "damaged": [row["shard"] for row in damaged],
         "subsets": [row["name"] for row in subsets],
-        "first_statistics": first,
+        "first_statistics": first_statistics(facts.statistics),
+        # A manifest may not say the sizes of its model.
+        "n_layers": facts.layers,
+        "n_heads": facts.heads,
     }
 
 
@@ -176,25 +173,20 @@ def _engine(database: RunDatabase, run: Record, intervention: str) -> str:
 
 def _head_facts(database: RunDatabase, section: Section) -> Record:
     """Every number by head of a section, as lists in the order of layers and heads."""
-    sql = "SELECT name, meaning, unit FROM formulas"
-    facts = {row["name"]: row for row in database.records(sql)}
-    run_id = section.run["run_id"]
-    queries = effect_queries(
-        run_id, section.intervention, section.statistics, has_parts=PARTS in facts
-    )
-    found = {name: database.records(sql) for name, sql in queries.items()}
+    facts = section.facts
+    effects = answered(database, facts, Effects(kind="effects", scope=section.scope))
     return {
-        "n_layers": section.n_layers,
-        "n_heads": section.n_heads,
-        "effects": effects_answer(run_id, section.n_layers, section.statistics, found),
-        "values": {name: _values(section, i) for i, name in enumerate(section.statistics)},
+        "n_layers": facts.layers,
+        "n_heads": facts.heads,
+        "effects": effects.header,
+        "values": {name: _values(section, i) for i, name in enumerate(facts.statistics)},
         "curves": [
             {
                 "profile": curve.profile,
-                "axis": curve.axis,
+                "axis": curve.about.axis,
                 "profiled": curve.profiled,
-                "meaning": facts[curve.profile]["meaning"],
-                "unit": facts[curve.profile]["unit"],
+                "meaning": curve.about.meaning,
+                "unit": curve.about.unit,
                 "indices": curve.indices,
                 # By head first, because a card shows one head.
                 "values": _rounded(np.moveaxis(curve.values, 0, -1), 4),
@@ -207,7 +199,7 @@ def _head_facts(database: RunDatabase, section: Section) -> Record:
 
 def _values(section: Section, statistic: int) -> Record:
     """The numbers of a statistic, with as many digits as a reader or a chart can use."""
-    name = section.statistics[statistic]
+    name = section.facts.statistics[statistic]
     of_subsets = ("mean", "standard_error", "documents", "count")
 
     def lists(numbers: Numbers, columns: Sequence[str]) -> Record:
@@ -215,7 +207,7 @@ def _values(section: Section, statistic: int) -> Record:
 
     content: Record = {
         **lists(section.numbers, NUMBERS),
-        "uniform_baseline": section.uniform_baseline[name],
+        "uniform_baseline": section.uniform_baseline.get(name),
         "changes": lists(section.changes, (*of_subsets, "degrees_of_freedom"))
         if section.changes
         else None,
@@ -225,7 +217,7 @@ def _values(section: Section, statistic: int) -> Record:
     }
     if histograms := section.histograms.get(name):
         edges = histograms.edges
-        heads = [Head(*cell) for cell in np.ndindex(section.shape)]
+        heads = [Head(*cell) for cell in np.ndindex(section.facts.shape)]
         # Of even bins, only what all edges follow from.
         even = {"low": edges[0], "high": edges[-1], "bins": len(edges) - 1}
         content["edges"] = even if histograms.is_even else edges
@@ -302,9 +294,10 @@ def _examples(
     """Excerpts of the heads with the largest means, by statistic and head."""
     heads = {
         name: strongest_heads(
-            section.numbers["mean"][section.statistics.index(name)], detail.heads_with_examples
+            section.numbers["mean"][section.facts.statistics.index(name)],
+            detail.heads_with_examples,
         )
-        for name in example_statistics(section.statistics)
+        for name in example_statistics(section.facts.statistics)
     }
     examples = read_examples(database, section, heads, models)
     # Heads share sequences: a text stands on the page once, and excerpts have its number.

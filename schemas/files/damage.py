@@ -25,7 +25,7 @@ from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, READERS, pc
 from headcount.schemas.files.digests import digest_of_file
 from headcount.schemas.files.listing import Listing
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.kinds import OF_MERGED, TABLES, columns_of
+from headcount.schemas.filled_tables import OF_MERGED, TABLES, columns_of
 from headcount.schemas.places import (
     NOT_LISTED,
     OpenFile,

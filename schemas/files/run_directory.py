@@ -37,7 +37,7 @@ from headcount.schemas.files.commits import (
 from headcount.schemas.files.damage import Damage, examined_files, files_damaged_by_size
 from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import Place, names, place, read_as, unread, write_whole
 
 SHARD_COMMIT = re.compile(r"shard-(\d+)\.json").fullmatch

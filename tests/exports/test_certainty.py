@@ -6,7 +6,8 @@ import duckdb
 import numpy as np
 import pytest
 
-from headcount.exports.certainty import (
+from headcount.exports.formats import export_formats
+from headcount.exports.shared.certainty import (
     LARGEST_Q,
     DocumentSums,
     half_of,
@@ -14,10 +15,9 @@ from headcount.exports.certainty import (
     q_of,
     stability_of,
 )
-from headcount.exports.registry import export_formats
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.source import ExportSource
 from headcount.queries.ask.asking import open_runs
-from headcount.queries.open.connection import MACROS
+from headcount.queries.open.base_views import MACROS
 from headcount.schemas.errors import QueryError
 from tests.toys.commands import printed
 from tests.toys.toy_models import family

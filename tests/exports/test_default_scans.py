@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from headcount.exports.formats import export_formats
 from headcount.exports.formats.head_profiles import input_name, input_notes
 from headcount.exports.refusals import scan_for
-from headcount.exports.registry import export_formats
 from headcount.schemas.scans.scan import Scan
 from tests.toys.toy_models import family, save_model
 

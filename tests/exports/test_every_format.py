@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from headcount.exports.registry import Needs, export_formats
+from headcount.exports.formats import export_formats
+from headcount.exports.shared.registry import Needs
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
 from tests.exports.test_exports import HEADS, KV_HEADS, LAYERS, write_toy
 from tests.toys.toy_runs import Cell, Entry, local, read_manifest

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import headcount
+from headcount.exports.formats import export_formats
 from headcount.exports.formats.expected_attention import expected_attention
 from headcount.exports.formats.qfilters import signed_directions
-from headcount.exports.registry import export_formats
-from headcount.exports.source import choose_run
+from headcount.exports.shared.source import choose_run
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.errors import QueryError
 from headcount.schemas.profiles.columns_and_diagonals import CANDIDATES
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def database(home: Path) -> Iterator[RunDatabase]:
     opened = open_runs(home / "runs")
     yield opened
-    opened.connection.close()
+    opened.close()
 
 
 @pytest.fixture(scope="module")

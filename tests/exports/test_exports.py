@@ -19,8 +19,8 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from headcount.exports.formats import export_formats
 from headcount.exports.formats.duo import block_length
-from headcount.exports.registry import export_formats
 from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import ModelError, QueryError, ScanError
 from headcount.schemas.files.run_directory import RunDirectory

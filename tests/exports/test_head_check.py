@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headcount.exports.registry import ranked
+from headcount.exports.shared.registry import ranked
 from headcount.schemas.errors import ScanError
 from headcount.workers.head_check import HeadTrial, verdict
 from headcount.workers.inputs.sequences import Sequences

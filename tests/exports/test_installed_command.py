@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headcount.exports.registry import export_formats
+from headcount.exports.formats import export_formats
 from tests import ROOT
 from tests.tools.processes import Command
 
@@ -106,7 +106,7 @@ def test_no_format_needs_pandas(tmp_path: Path, without_pandas: dict[str, str]):
 
 def begun(directory: Path, *words: str) -> Command:
     """An export that has begun, and keeps what it measures at once: it would be done in seconds."""
-    constants = {"headcount.exports.confirmation.SAVED_SECONDS": 0.0}
+    constants = {"headcount.exports.shared.confirmation.SAVED_SECONDS": 0.0}
     return Command(*words, environment=os.environ, directory=directory, constants=constants)
 
 

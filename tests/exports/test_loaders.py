@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headcount.exports.registry import export_formats
+from headcount.exports.formats import export_formats
 from tests.toys.commands import printed
 
 MODEL = "bundled:gpt2-mini"

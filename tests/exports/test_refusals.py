@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headcount.exports.registry import export_formats
+from headcount.exports.formats import export_formats
 from headcount.schemas.errors import HeadcountError, QueryError
 from tests.toys.commands import printed
 from tests.toys.toy_models import family, save_model

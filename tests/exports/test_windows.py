@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from headcount.exports.certainty import half_of
-from headcount.exports.confirmation import documents_of
+from headcount.exports.formats import export_formats
 from headcount.exports.formats.windows.window_choice import (
     best_by_estimate,
     cost,
     estimates_of,
     least_costly,
 )
-from headcount.exports.registry import export_formats
-from headcount.exports.source import ExportSource, choose_run
+from headcount.exports.shared.certainty import half_of
+from headcount.exports.shared.confirmation import documents_of
+from headcount.exports.shared.source import ExportSource, choose_run
 from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import QueryError
 from tests.toys.commands import printed

@@ -20,7 +20,7 @@ from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
 from tests.toys.commands import printed
-from tests.toys.toy_runs import connect_to_tables, local, write_run
+from tests.toys.toy_runs import local, open_tables, write_run
 
 IN_PROCESS = ("--replicas", "0", "--device", "cpu")
 
@@ -69,7 +69,7 @@ def without_last_commit(run: Path) -> Path:
 def rows(run: Path) -> list[Any]:
     columns = "sequence, layer, head, entropy, tokens, file"
     sql = f"SELECT {columns} FROM heads JOIN sequences USING (sequence) ORDER BY ALL"
-    return connect_to_tables(run).execute(sql).fetchall()
+    return open_tables(run).rows(sql)
 
 
 # What a run is

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from docs import pages
-from headcount.exports.registry import export_formats
-from headcount.queries.ask.named_queries import QUERIES, read_queries
+from headcount.exports.formats import export_formats
+from headcount.queries.open.named_queries import QUERIES, read_queries
 from headcount.schemas.packages import PACKAGES
 from headcount.schemas.scans.scan import Scan
 from tests import ROOT
@@ -137,7 +137,7 @@ def test_following_adding_md_adds_what_it_says_and_the_tests_that_look_for_news_
 ) -> None:
     copy_project(tmp_path)
     steps = STEP.findall((DOCS / "internals" / "adding.md").read_text(encoding="utf-8"))
-    assert len(steps) == 11
+    assert len(steps) == 12
     for path, language, addition in steps:
         if language == "diff":
             apply_diff(tmp_path / path, addition)

@@ -12,7 +12,7 @@ import pytest
 
 import headcount
 from headcount.queries.ask.asking import open_runs
-from headcount.queries.ask.named_queries import QUERIES, read_queries
+from headcount.queries.open.named_queries import QUERIES, read_queries
 from tests import ROOT
 from tests.pages.page_commands import CommandBlock, follow_page, same_output, steps_of
 

@@ -70,6 +70,19 @@ FLOORS_OF_JOBS = (
 )
 """Folders and files of `jobs` from the ground up: none imports one of a floor above it."""
 
+ROOMS_OF_ANSWERS = {
+    "headcount.queries.open": set[str](),
+    "headcount.queries.ask": {"open"},
+    "headcount.queries.answers": {"open", "ask"},
+    "headcount.queries.report": {"open", "ask", "answers"},
+    "headcount.queries.explore": {"open", "ask", "answers"},
+    "headcount.exports.shared": set[str](),
+    "headcount.exports.formats": {"shared"},
+}
+"""What each room of `queries` and `exports` may import of the others of its package; the files
+outside a room stand above all rooms.
+"""
+
 SPINE = (
     "jobs/run/loop.py",
     "jobs/run/measuring.py",
@@ -113,9 +126,9 @@ ONLY_IN = {
         "jobs/cluster/kubernetes_job.py", "jobs/cluster/ray_cluster.py",
         "jobs/cluster/submission.py",
     ),
-    "pyiceberg": ("exports/formats/iceberg.py", "exports/held_files.py"),
+    "pyiceberg": ("exports/formats/iceberg.py", "exports/shared/held_files.py"),
     "safetensors": (
-        "workers/model/", "workers/bridge/", "models/", "exports/source.py",
+        "workers/model/", "workers/bridge/", "models/", "exports/shared/source.py",
         "exports/formats/fp8_kv_scales.py",
     ),
     "tokenizers": ("workers/model/", "workers/bridge/", "models/"),
@@ -243,6 +256,18 @@ def test_the_loop_of_a_run_knows_no_model_no_corpus_and_no_cluster() -> None:
     needed = closure_of("headcount.jobs.run.loop")
     rooms = ("headcount.jobs.cluster", "headcount.jobs.corpus", *FLOORS[1], *FLOORS[2], *HARD_ROOMS)
     assert [name for name in needed if name.startswith(rooms)] == []
+
+
+def test_a_room_of_queries_and_exports_imports_only_rooms_below_it() -> None:
+    def is_forbidden(module: str, name: str) -> bool:
+        room, other = room_of(module), room_of(name)
+        package, _, own = room.rpartition(".")
+        if room not in ROOMS_OF_ANSWERS or not name.startswith(f"{package}."):
+            return False
+        return other.rpartition(".")[2] not in ROOMS_OF_ANSWERS[room] | {own}
+
+    assert arrows(is_forbidden) == []
+    assert ROOMS_OF_ANSWERS.keys() <= {*map(room_of, graph())}
 
 
 @pytest.mark.parametrize("library", ONLY_IN)

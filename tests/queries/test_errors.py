@@ -3,24 +3,27 @@
 And how often intervals and discoveries are right where the truth is.
 """
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from headcount.jobs.plan.plan import Plan
-from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.answers.numbers import NUMBERS
+from headcount.queries.answers.run_facts import facts_of_runs
+from headcount.queries.answers.section import read_section
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.report import _prediction_sql
-from headcount.queries.report.section import NUMBERS, read_section, runs_by_id
 from headcount.schemas.statistics import STATISTICS as ALL
 from tests.queries.page.test_explore_queries import Asker
-from tests.toys.runs_here import measure_here
-from tests.toys.toy_corpora import documents, write_jsonl
 from tests.toys.toy_runs import Cell, Row, write_run
+
+if TYPE_CHECKING:
+    from headcount.jobs.plan.plan import Plan
 
 N_CTX, PER_SHARD, HEADS = 9, 4, 3 * 8
 STATISTICS = ("sink_mass", "value_norm", "induction_score")
@@ -64,6 +67,9 @@ def freedom_of(values: Any, of_documents: Any) -> Any:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A run of texts of which some are far longer than a sequence, and longer than a shard."""
+    from tests.toys.runs_here import measure_here
+    from tests.toys.toy_corpora import documents, write_jsonl
+
     folder = tmp_path_factory.mktemp("runs")
     lengths = (70, 9, 20, 3, 31, 8, 130, 5, 5, 33, 12, 40)
     file = write_jsonl(folder / "texts.jsonl", documents(*lengths))
@@ -178,11 +184,11 @@ def check_pages(plan: Plan, database: RunDatabase, measured: Measured) -> None:
         is_here = parts == (row["subset"] or "")
         check(row, values["none", "sink_mass", 1, 3][is_here], documents[is_here])
     ask.engine.close()
-    (run,) = runs_by_id(database).values()
+    (facts,) = facts_of_runs(database, database.records("FROM runs")).values()
     for intervention in INTERVENTIONS:
-        section = read_section(database, run, intervention)
-        for index, statistic in enumerate(section.statistics):
-            for layer, head in np.ndindex(section.shape):
+        section = read_section(database, facts, intervention)
+        for index, statistic in enumerate(section.facts.statistics):
+            for layer, head in np.ndindex(section.facts.shape):
                 own = values[intervention, statistic, layer, head]
                 error, number = error_over_documents(own, documents)
                 assert section.numbers["documents"][index, layer, head] == number
@@ -206,6 +212,8 @@ def test_pages_give_the_errors_of_numpy(
 @pytest.mark.long
 def test_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> None:
     # Some shards are merged in pairs, whose documents go on in other roll-ups and in rows.
+    from headcount.jobs.upkeep.compaction import compact
+
     compact(plan.run, 2 * PER_SHARD * HEADS * N_CTX + 1)
     database = open_runs(plan.run.path)
     assert database.rows("SELECT count(DISTINCT document) > 2 FROM rollups") == [(True,)]
@@ -229,8 +237,8 @@ def test_predictions_and_kept_curves_have_numpys_errors(
     assert (rows["none"]["standard_error"], rows["none"]["change_error"]) == (error, None)
     error, _ = error_over_documents(changes, measured.documents)
     assert rows["zero_head(1,6)"]["change_error"] == error
-    (run,) = runs_by_id(database).values()
-    curve = next(c for c in read_section(database, run, "none").curves if not c.profiled)
+    (facts,) = facts_of_runs(database, database.records("FROM runs")).values()
+    curve = next(c for c in read_section(database, facts, "none").curves if not c.profiled)
     lists = database.rows(
         "SELECT attention_received_by_key FROM curves WHERE intervention = 'none' "
         "AND label = 'L1H6' ORDER BY sequence"
@@ -290,6 +298,8 @@ def test_runs_and_groups_are_compared_over_documents(tmp_path: Path) -> None:
 
 
 def test_the_error_of_a_small_spread_on_a_large_mean_keeps_its_digits(tmp_path: Path) -> None:
+    from headcount.jobs.upkeep.compaction import compact
+
     of_documents = np.repeat(np.arange(8), (1, 5, 2, 2, 9, 3, 1, 7))
     run = write_run(
         tmp_path, "a-1", {"value_norm": lambda row: 4096 + row.sequence % 7 / 1024},
@@ -322,6 +332,9 @@ BY_HAND: dict[str, tuple[list[int | None], list[float | None], float | None, flo
 
 
 def test_errors_and_freedom_by_hand_from_rows_and_from_roll_ups(tmp_path: Path) -> None:
+
+    from headcount.jobs.upkeep.compaction import compact
+
     def cell_of(values: list[float | None]) -> Cell:
         return lambda row: values[row.sequence]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from headcount.queries.open.connection import connect, view_descriptions
-from headcount.queries.open.exported_views import NOTE, STORE_NOTE, write_views
+from headcount.queries.ask.asking import open_runs
+from headcount.queries.ask.exported_views import NOTE, STORE_NOTE, write_views
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.statistics import STATISTICS
 from tests.toys.toy_runs import Cell, Row, data_file, local, write_run
@@ -54,7 +54,7 @@ def test_the_file_is_read_from_anywhere_without_damage_and_renewed_while_a_scan_
         rows(reader, "FROM sink_values")
     views = rows(reader, "SELECT view_name FROM duckdb_views() WHERE comment <> ''")
     assert {("heads",), ("by_head",), ("outliers",)} <= {*views}
-    known = set(view_descriptions(connect(tmp_path / "my runs")))
+    known = set(open_runs(tmp_path / "my runs").view_descriptions)
     listed = rows(reader, "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main'")
     assert known <= {name for (name,) in listed}
     assert f"head.duckdb: {len(known)} views and " in written

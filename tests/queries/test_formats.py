@@ -13,7 +13,6 @@ import time
 from functools import cache, partial
 from pathlib import Path
 
-import duckdb
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -22,9 +21,9 @@ from typer.testing import CliRunner
 from headcount import app
 from headcount.command_line import main
 from headcount.queries.ask.answers import run_query
+from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.formats import Format, write
 from headcount.queries.ask.text_tables import write_table
-from headcount.queries.open.connection import connect
 from tests import ROOT
 from tests.tools.processes import Command
 from tests.toys.commands import printed
@@ -42,9 +41,9 @@ class Terminal(io.StringIO):
 
 
 @cache
-def connection_to(small: Path) -> duckdb.DuckDBPyConnection:
-    """One connection for all queries."""
-    return connect(small)
+def database_of(small: Path) -> RunDatabase:
+    """One database for all queries."""
+    return open_runs(small)
 
 
 def table_lines(
@@ -55,7 +54,7 @@ def table_lines(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", str(width or 80))
-        write_table(run_query(connection_to(small), query), out, limit, vertical)
+        write_table(run_query(database_of(small), query), out, limit, vertical)
     return out.getvalue().splitlines()
 
 
@@ -79,7 +78,7 @@ def test_a_table_is_exact_and_counts_what_it_leaves_out(small: Path) -> None:
     ]
     assert table_lines(small, "SELECT 1 AS a WHERE false", None) == ["a", "─", "no rows"]
     # In a pipe, wide tables are not mangled.
-    names = run_query(connection_to(small), "by_head").schema.names
+    names = run_query(database_of(small), "by_head").schema.names
     assert table_lines(small, "by_head", None)[0].split() == names
 
 
@@ -136,7 +135,7 @@ def test_a_terminal_is_shown_no_control_characters(small: Path) -> None:
         ("csv", terminal), ("csv", file), ("json", json_shown)
     ]  # fmt: skip
     for answer_format, out in shown_as:
-        write(run_query(connection_to(small), query), answer_format, out)
+        write(run_query(database_of(small), query), answer_format, out)
     for shown in (terminal, json_shown):
         assert not any(sign in shown.getvalue() for sign in "\x1b\x9b\u202e\x07")
     assert "\x1b[2J\x9b\u202e\x07b" in file.getvalue()

@@ -20,15 +20,13 @@ JOINS = {
 @pytest.mark.parametrize("sql", JOINS)
 def test_a_column_of_another_view_is_said_with_the_join(database: RunDatabase, sql: str) -> None:
     with pytest.raises(QueryError, match="is not in") as error:
-        run_query(database.connection, sql)
+        run_query(database, sql)
     assert str(error.value).endswith(JOINS[sql])
 
 
 UNKNOWN = {
     "FROM ranking(statistic := 'sink')": "unknown statistic 'sink': did you mean 'sink_mass'?",
     "FROM outliers(statistic := 'zz')": "unknown statistic 'zz'",
-    "FROM quantiles(statistic := 'zz')": "unknown statistic 'zz'",
-    "FROM seed_agreement(statistic := 'zz')": "unknown statistic 'zz'",
     "FROM head_card(label := 'L9H9')": "unknown label 'L9H9'",
     "FROM head_card(intervention := 'zz')": "unknown intervention 'zz': Known: none",
     "FROM contrasts(this := 'zz')": "unknown pile_set_name 'zz'",
@@ -44,7 +42,7 @@ def test_a_value_that_names_nothing_of_the_runs_is_an_error(
     database: RunDatabase, sql: str
 ) -> None:
     with pytest.raises(QueryError) as error:
-        run_query(database.connection, sql)
+        run_query(database, sql)
     assert str(error.value).startswith(UNKNOWN[sql])
 
 
@@ -58,7 +56,7 @@ def test_a_value_that_names_nothing_of_the_runs_is_an_error(
 )
 def test_a_near_name_is_said_once(database: RunDatabase, sql: str, expected: str) -> None:
     with pytest.raises(QueryError) as error:
-        run_query(database.connection, sql)
+        run_query(database, sql)
     message = str(error.value)
     assert message.partition(": ")[2].startswith(expected)
     assert message.count("height") + message.count("ranking") == 1
@@ -67,6 +65,6 @@ def test_a_near_name_is_said_once(database: RunDatabase, sql: str, expected: str
 def test_an_error_lists_close_names_and_no_wall_of_them(database: RunDatabase) -> None:
     for sql in ("sink_head", "SELECT sink_mas FROM by_head"):
         with pytest.raises(QueryError, match="did you mean") as error:
-            run_query(database.connection, sql)
+            run_query(database, sql)
         assert str(error.value).count(",") <= 6
         assert "lists all" in str(error.value)

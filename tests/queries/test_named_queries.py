@@ -268,5 +268,5 @@ def test_a_mistake_points_at_its_place(database: RunDatabase) -> None:
         "SELECT error('LINE 1: x')": None,
     }.items():
         with pytest.raises(SqlMistake) as mistake:
-            list(run_query(database.connection, sql).rows())
+            list(run_query(database, sql).rows())
         assert mistake.value.pointer == pointer

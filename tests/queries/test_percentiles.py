@@ -1,10 +1,8 @@
 """Where a head stands among the others, and quantiles of its values: the same everywhere."""
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from headcount.jobs.upkeep.compaction import compact
@@ -12,8 +10,6 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.html_page import unpacked
 from headcount.queries.report.report import write_report
-from headcount.queries.report.section import NUMBERS
-from tests.queries.page.test_explore_queries import Asker
 from tests.toys.toy_runs import Cell, Row, write_run
 
 LAYERS, HEADS, SEQUENCES = 2, 3, 4
@@ -72,21 +68,8 @@ def of_report(database: RunDatabase, path: Path) -> dict[str, list[float | None]
     return {name: values[name]["percentile"] for name in COLUMNS}
 
 
-def of_explorer(runs: Path) -> dict[str, list[float | None]]:
-    """What the explorer's page draws."""
-    with closing(Asker(runs)) as ask:
-        ask.run_id = "a-1"
-        answer = ask("heatmap")
-    places = answer["arrays"][NUMBERS.index("percentile")].reshape(-1, LAYERS * HEADS)
-    by_statistic = dict(zip(answer["statistics"], places.tolist(), strict=True))
-    return {
-        name: [None if np.isnan(place) else place for place in by_statistic[name]]
-        for name in COLUMNS
-    }
-
-
 @pytest.mark.parametrize("is_merged", [False, True], ids=["rows", "rollups"])
-def test_sql_card_report_and_explorer_have_the_same_percentiles(
+def test_sql_cards_and_the_query_of_pages_have_the_same_percentiles(
     tmp_path: Path, is_merged: bool
 ) -> None:
     size = {"layers": LAYERS, "heads": HEADS, "sequences": SEQUENCES}
@@ -97,7 +80,6 @@ def test_sql_card_report_and_explorer_have_the_same_percentiles(
     assert of_sql(database) == PERCENTILES
     assert of_cards(database) == PERCENTILES
     assert of_report(database, tmp_path / "report.html") == PERCENTILES
-    assert of_explorer(tmp_path) == PERCENTILES
 
 
 def test_an_only_head_has_no_percentile(tmp_path: Path) -> None:

@@ -15,31 +15,24 @@ from typer.testing import CliRunner
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.formats import Format, rows_to_read, write
-from headcount.queries.ask.named_queries import QUERIES
 from headcount.queries.ask.text_tables import COUNTED_ROWS
 from headcount.queries.commands.query import commands
-from headcount.queries.open.connection import (
-    MACROS,
-    OPENED,
-    connect,
-    make_views,
-    sources_read,
-    view_descriptions,
-)
+from headcount.queries.open.base_views import MACROS
 from headcount.queries.open.descriptions import VIEWS
+from headcount.queries.open.named_queries import QUERIES
 from headcount.queries.open.shipped_views import DYNAMIC
 from headcount.queries.open.table_sql import SOURCES, source_sql
 from headcount.schemas.errors import QueryError
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.statistics import STATISTICS
 from tests.toys.toy_runs import (
     Cell,
     Row,
     ask,
-    connect_to_tables,
     data_file,
     local,
     one_line,
+    open_tables,
     write_run,
 )
 
@@ -218,7 +211,7 @@ def test_dormant_induction_heads_join_runs_of_the_same_weights(tmp_path: Path) -
 def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
     cells: dict[str, Cell] = {"sink_mass": sink_mass, "sink_logit_margin": sink_mass}
     write_run(tmp_path, "toy-scan-0a1b", cells, commit=[0], sequences=5)
-    connection = connect(tmp_path)
+    database = open_runs(tmp_path)
     for query, rows in {
         "SELECT run_id, name, model, n_ctx, input_family, input_options, interventions FROM runs": [
             ("toy-scan-0a1b", "toy-scan", "toy", 5, "uniform_random", '{"period": 2}', ["none"])
@@ -236,11 +229,11 @@ def test_runs_and_shards_and_statistics(tmp_path: Path) -> None:
             ("sink_mass", "probability", 0.0, 1.0, True, 1),
         ],
     }.items():
-        assert ask(connection, query) == rows
+        assert ask(database, query) == rows
 
 
 def test_every_shipped_query_is_described(database: RunDatabase) -> None:
-    descriptions = view_descriptions(database.connection)
+    descriptions = database.view_descriptions
     assert list(descriptions) == [*VIEWS, *sorted(file.stem for file in QUERIES.rglob("*.sql"))]
     assert [name for name, description in descriptions.items() if "." not in description] == []
 
@@ -260,14 +253,13 @@ def test_only_whole_committed_files_count(tmp_path: Path, capfd: Any) -> None:
     (heads / "shard-000001.parquet").write_bytes(content[:-1])
     local(data_file(run, "sequences", "none", 2)).unlink()
     database = open_runs(tmp_path)
-    connection = database.connection
-    assert ask(connection, "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [(0,), (1,)]
-    assert ask(connection, "SELECT count(*) FROM sequences") == [(2,)]
+    assert ask(database, "SELECT DISTINCT sequence FROM heads ORDER BY ALL") == [(0,), (1,)]
+    assert ask(database, "SELECT count(*) FROM sequences") == [(2,)]
     why = (
         f"heads/intervention=none/shard-000001.parquet has {len(content) - 1:,} bytes where "
         f"{len(content):,} were committed"
     )
-    assert ask(connection, "SELECT status, damage FROM shards") == [
+    assert ask(database, "SELECT status, damage FROM shards") == [
         ("done", None),
         ("damaged", why),
         ("damaged", "sequences/intervention=none/shard-000002.parquet is gone"),
@@ -306,7 +298,7 @@ def test_a_run_without_commits_is_empty_and_has_the_columns_of_a_whole_one(tmp_p
     curves = {"attention_received_by_key": lambda row: [0.5] * 5}
     for name, commit in (("empty", []), ("whole", None)):
         write_run(tmp_path / name, "a-1", NEEDED, commit=commit, curves=curves)
-    empty, whole = connect(tmp_path / "empty"), connect(tmp_path / "whole")
+    empty, whole = open_runs(tmp_path / "empty"), open_runs(tmp_path / "whole")
     for name in (*TABLES, *(file.stem for file in QUERIES.rglob("*.sql"))):
         assert ask(empty, name) == []
     for name in (*TABLES, "runs", "shards"):
@@ -319,8 +311,8 @@ def test_a_run_without_commits_is_empty_and_has_the_columns_of_a_whole_one(tmp_p
 def test_any_path_is_read_as_it_is(folder: str, tmp_path: Path) -> None:
     for name in {folder, folder.replace("[1]", "1"), folder.replace("=1", "")}:
         write_run(tmp_path / name, "a-1", {"entropy": lambda row: 0.5}, layers=1, heads=1)
-    connection = connect_to_tables(tmp_path / folder)
-    assert ask(connection, "SELECT count(*), sum(entropy) FROM heads") == [(4, 2.0)]
+    database = open_tables(tmp_path / folder)
+    assert ask(database, "SELECT count(*), sum(entropy) FROM heads") == [(4, 2.0)]
 
 
 def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: Any) -> None:
@@ -331,7 +323,7 @@ def test_a_run_directory_and_a_directory_of_runs(tmp_path: Path, monkeypatch: An
     assert ask(Path("."), "SELECT DISTINCT run_id FROM heads") == [("a-1",)]
     query = "SELECT run_id, count(sink_mass), count(entropy), count(*) FROM heads GROUP BY 1"
     assert ask(home, f"{query} ORDER BY 1") == [("a-1", 24, 0, 24), ("b-2", 0, 24, 24)]
-    assert "date" not in run_query(connect(home), "heads").schema.names
+    assert "date" not in run_query(open_runs(home), "heads").schema.names
 
 
 @pytest.mark.long
@@ -339,12 +331,11 @@ def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
     tmp_path: Path,
 ) -> None:
     write_run(tmp_path, "a-1", NEEDED, curves={"attention_received_by_key": lambda row: [0.5] * 5})
-    connection = connect(tmp_path)
-    make_views(connection)
-    opened = OPENED[connection]
+    database = open_runs(tmp_path)
+    database.make_views()
 
     def ask_with_unreadable(sources: set[str], query: str) -> None:
-        cursor = connection.cursor()
+        cursor = database.cursor()
         cursor.execute("BEGIN TRANSACTION")
         for source in sources:
             cursor.execute(
@@ -356,12 +347,12 @@ def test_named_queries_read_only_tables_that_are_compared_with_their_commits(
         finally:
             cursor.execute("ROLLBACK")
 
-    for query in opened.shipped.queries:
-        compared = {*sources_read(opened, f"FROM {query}")}
+    for query in database.shipped.queries:
+        compared = {*database.sources_read(f"FROM {query}")}
         ask_with_unreadable({*SOURCES} - compared, query)
     with pytest.raises(duckdb.Error, match="heads is read"):
         ask_with_unreadable({"heads"}, "by_head")
-    assert sources_read(opened, "FROM query_table('he' || 'ads')") == list(SOURCES)
+    assert database.sources_read("FROM query_table('he' || 'ads')") == list(SOURCES)
 
 
 def test_views_that_lack_a_column_can_be_listed(tmp_path: Path) -> None:
@@ -434,26 +425,26 @@ def test_writing_and_reading_outside_the_runs_is_refused_in_one_line(tmp_path: P
     secret, neighbour = small.parent / "secret.csv", small / "run_id=a-10.csv"
     for file in (secret, neighbour):
         file.write_text("a\n1\n")
-    connection, run = connect(small), small / "run_id=a-1"
+    database, run = open_runs(small), small / "run_id=a-1"
     files = sorted(small.rglob("*"))
     here = pa.table({"a": [1]})
     assert here.num_rows == 1
     for sql in WRITES + OTHERS:
         with one_line(QueryError, "read-only" if sql in WRITES else None):
-            ask(connection, sql.format(run=run, secret=secret, neighbour=neighbour))
+            ask(database, sql.format(run=run, secret=secret, neighbour=neighbour))
     assert sorted(small.rglob("*")) == files
-    assert ask(connection, "SELECT count(*) FROM runs") == [(1,)]
+    assert ask(database, "SELECT count(*) FROM runs") == [(1,)]
 
 
 def test_queries_of_every_kind(small: Path) -> None:
-    connection = connect(small)
+    database = open_runs(small)
     # Views are made when a query names them. The text of a function may name any.
     call = "QUERY/* of text */('SELECT count(*) FROM by_head')"
     assert DYNAMIC.search("query('')")
-    assert ask(connection, f"FROM {call}") == [(6,)]
+    assert ask(database, f"FROM {call}") == [(6,)]
     for refused in ("query('DROP VIEW heads')", "sqlite_scan('/etc/passwd', 't')"):
         with one_line(QueryError):
-            ask(connection, f"FROM {refused}")
+            ask(database, f"FROM {refused}")
     pivot = "PIVOT heads ON layer USING count(*) GROUP BY head ORDER BY head DESC"
     for query, rows in {
         "-- a comment\nSELECT max(layer) FROM heads; -- the end": [(1,)],
@@ -461,12 +452,12 @@ def test_queries_of_every_kind(small: Path) -> None:
         pivot: [(2, 4, 4), (1, 4, 4), (0, 4, 4)],
         "SELECT head FROM heads ORDER BY head DESC, layer LIMIT 2": [(2,), (2,)],
     }.items():
-        assert ask(connection, query) == rows
-    assert ("head", "SMALLINT") in [row[:2] for row in ask(connection, "DESCRIBE heads")]
-    assert len(ask(connection, "SUMMARIZE heads")) == len(ask(connection, "SHOW heads")) == 10
-    assert "Read Parquet" in ask(connection, "EXPLAIN FROM heads")[0][1]
-    assert "Total Time" in ask(connection, "EXPLAIN ANALYZE FROM heads")[0][1]
-    answer = run_query(connection, "SELECT layer FROM by_layer", limit=1)
+        assert ask(database, query) == rows
+    assert ("head", "SMALLINT") in [row[:2] for row in ask(database, "DESCRIBE heads")]
+    assert len(ask(database, "SUMMARIZE heads")) == len(ask(database, "SHOW heads")) == 10
+    assert "Read Parquet" in ask(database, "EXPLAIN FROM heads")[0][1]
+    assert "Total Time" in ask(database, "EXPLAIN ANALYZE FROM heads")[0][1]
+    answer = run_query(database, "SELECT layer FROM by_layer", limit=1)
     assert list(answer.rows()) == [(0,)]
 
 
@@ -501,7 +492,7 @@ def test_a_query_is_asked_once_however_many_rows_there_are(database: RunDatabase
     ) -> list[str]:
         executions.clear()
         query, out = f"{prefix} {COUNTED.format(rows=rows, broken=broken)}", io.StringIO()
-        answer = run_query(database.connection, query, rows_to_read(format_, limit))
+        answer = run_query(database, query, rows_to_read(format_, limit))
         write(answer, format_, out, limit)
         return out.getvalue().splitlines()
 

@@ -5,14 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
-from transformers import GPT2LMHeadModel
 
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from tests import ROOT
-from tests.toys import toy_models as toy
-from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import Cell, Row, write_run
 
 Array = np.ndarray
@@ -67,6 +63,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Runs with curves, profiles, predictions and weight statistics, of a toy GPT-2 and of one that
     differs in the size of a coordinate.
     """
+    import torch
+    from transformers import GPT2LMHeadModel
+
+    from tests.toys import toy_models as toy
+    from tests.toys.runs_here import measure_here
 
     def enlarge(weights: dict[str, torch.Tensor]) -> None:
         weights["transformer.wpe.weight"][0, 5] = 90
@@ -100,7 +101,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 @pytest.mark.parametrize("sql", SQL_EXAMPLES, ids=lambda sql: sql.split("\n")[0][:50])
 def test_examples_mix_nothing(database: RunDatabase, measured: Measured, sql: str) -> None:
     runs = database if sql in OF_STATISTICS else measured.database
-    answer = run_query(runs.connection, sql)
+    answer = run_query(runs, sql)
     rows = list(answer.rows())
     assert rows
     # These are about columns, not about rows of a run.

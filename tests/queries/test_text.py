@@ -12,11 +12,7 @@ from typer.testing import CliRunner
 from headcount import app
 from headcount.schemas.errors import HeadcountError
 from headcount.workers.run_model import RunModel
-from tests.reference.reference_changes import run_changed
-from tests.reference.weights import read_weights
-from tests.toys import toy_models as toy
 from tests.toys.commands import printed
-from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import ask
 
 TEXTS = "text\nHello there!\x1b[2J and on it goes\nDer Bär ißt große Äpfel heute\n"
@@ -25,6 +21,9 @@ TEXTS = "text\nHello there!\x1b[2J and on it goes\nDer Bär ißt große Äpfel h
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model and a run of it, on two texts, untouched and changed."""
+    from tests.toys import toy_models as toy
+    from tests.toys.runs_here import measure_here
+
     folder = tmp_path_factory.mktemp("text")
     model = toy.save_byte_model(folder / "bytes")
     (folder / "texts.csv").write_text(TEXTS, encoding="utf-8")
@@ -69,6 +68,9 @@ def test_a_part_of_a_character_is_its_bytes(home: Path) -> None:
 
 @pytest.mark.parametrize(("intervention", "head"), [("mask_keys(0,2)", 1), ("zero_query_bias", 0)])
 def test_the_keys_of_a_head_are_of_its_pattern(home: Path, intervention: str, head: int) -> None:
+    from tests.reference.reference_changes import run_changed
+    from tests.reference.weights import read_weights
+
     words = ("--head", f"L0H{head}", "--intervention", intervention)
     lines = printed("text", run_of(home), "1", *words).splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("pos "))
@@ -95,6 +97,8 @@ def test_the_keys_of_a_head_are_of_its_pattern(home: Path, intervention: str, he
 
 
 def test_a_model_that_moved_is_named_and_another_is_refused(home: Path, tmp_path: Path) -> None:
+    from tests.toys import toy_models as toy
+
     moved = shutil.copytree(home, tmp_path / "moved")
     run = run_of(moved)
     manifest = run / "manifest.json"

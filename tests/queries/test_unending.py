@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from headcount.queries.explore.sql_process import Settings, SqlProcesses, SqlQuery
-from headcount.queries.open.connection import spill_directory
+from headcount.queries.open.limits import spill_directory
 from headcount.schemas.errors import QueryError
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 

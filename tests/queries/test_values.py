@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from headcount.queries.api import text_table
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.ask.formats import Format, write
+from headcount.queries.ask.text_tables import text_table
 from headcount.schemas.text_columns import in_columns
 
 TENTH = "0.1::FLOAT"
@@ -29,7 +29,7 @@ def test_a_float32_prints_the_digits_that_it_means_wherever_it_stands(
 ) -> None:
     # In the second row, after one that is NULL.
     query = f"SELECT unnest([NULL, x]) AS x FROM (SELECT {sql} AS x)"
-    assert list(run_query(database.connection, query).rows()) == [(None,), (NESTED[sql],)]
+    assert list(run_query(database, query).rows()) == [(None,), (NESTED[sql],)]
 
 
 TIMES = {
@@ -53,7 +53,7 @@ def test_a_time_that_python_does_not_have_prints_as_duckdb_writes_it(
         f"SELECT {sql} AS x, [{sql}] AS list, {{'a': {sql}}} AS struct, ({sql})::VARCHAR AS text"
     )
     text = TIMES[sql]
-    assert list(run_query(database.connection, query).rows()) == [(text, [text], {"a": text}, text)]
+    assert list(run_query(database, query).rows()) == [(text, [text], {"a": text}, text)]
 
 
 LARGEST = str(2**128 - 1)
@@ -76,7 +76,7 @@ def test_a_value_that_arrow_has_otherwise_is_text_wherever_it_stands(
             MAP {{1: x}} AS map, union_value(a := x) AS union, row(x, 2) AS tuple
         FROM (SELECT {sql} AS x)
     """.replace("{}", sql.rpartition("::")[2])
-    ((one, *values, pair),) = run_query(database.connection, query).rows()
+    ((one, *values, pair),) = run_query(database, query).rows()
     assert one == 1
     assert values == [text, text, [text], [text], {'a "b': text}, [(1, text)], text]
     assert [*pair.values()] == [text, 2]
@@ -84,7 +84,7 @@ def test_a_value_that_arrow_has_otherwise_is_text_wherever_it_stands(
 
 def test_types_of_other_values_stay(database: RunDatabase) -> None:
     query = "SELECT 1::HUGEINT AS h, 'x'::ENUM('x', 'UHUGEINT') AS e, '{}'::JSON AS j, NULL AS n"
-    answer = run_query(database.connection, f"{query}, 5::UHUGEINT AS u")
+    answer = run_query(database, f"{query}, 5::UHUGEINT AS u")
     types = list(map(str, answer.schema.types))
     assert types[:2] == ["decimal128(38, 0)", "dictionary<values=string, indices=uint8, ordered=0>"]
     assert types[-1] == "string"
@@ -93,7 +93,7 @@ def test_types_of_other_values_stay(database: RunDatabase) -> None:
 
 def printed(database: RunDatabase, answer_format: Format, query: str) -> str:
     out = io.StringIO()
-    write(run_query(database.connection, query), answer_format, out)
+    write(run_query(database, query), answer_format, out)
     return out.getvalue()
 
 

@@ -356,7 +356,7 @@ def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory):
         "EXPLAIN ANALYZE FROM heads",
     ):
         warnings: list[str] = []
-        list(run_query(open_runs(run.path, tell=warnings.append).connection, question).rows())
+        list(run_query(open_runs(run.path, tell=warnings.append), question).rows())
         assert [line[:26] for line in warnings] == ["warning: run a-1: shard 3:"], question
 
 

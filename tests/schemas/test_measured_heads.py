@@ -16,7 +16,6 @@ from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import open_runs
-from headcount.queries.open.connection import connect
 from headcount.queries.report.html_page import unpacked
 from headcount.queries.report.report import write_report
 from headcount.schemas.errors import MeasureError
@@ -212,7 +211,7 @@ def test_a_run_of_some_heads_is_merged_and_asked(tmp_path: Path, gpt2: Path):
     plan = finished(tmp_path, gpt2, **fields)
     heads = [(0, 1), (2, 0), (2, 3)]
     for _ in range(2):
-        runs = connect(plan.run.path)
+        runs = open_runs(plan.run.path)
         for question, rows in {
             "SELECT count(*) FROM heads": [(4 * 3,)],
             "SELECT DISTINCT layer, head FROM heads ORDER BY ALL": heads,

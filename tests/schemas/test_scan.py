@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headcount.schemas.errors import ScanError
-from headcount.schemas.kinds import KINDS, TABLES, table_schema
+from headcount.schemas.filled_tables import FILLINGS, TABLES
+from headcount.schemas.kinds import KINDS, table_schema
 from headcount.schemas.scans.overrides import split_override
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, load_scan, parse_scan
 from headcount.schemas.statistics import STATISTICS
@@ -119,6 +120,10 @@ def test_parse_scan_takes_what_it_writes():
 
 
 # Kinds and tables
+
+
+def test_readers_of_runs_and_the_registries_know_the_same_kinds() -> None:
+    assert [filling.field for filling in FILLINGS] == [kind.field for kind in KINDS]
 
 
 def test_every_field_is_of_one_kind_and_every_table_is_filled():

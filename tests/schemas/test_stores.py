@@ -31,7 +31,6 @@ from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.status import read_status
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import open_runs
-from headcount.queries.open.connection import connect
 from headcount.queries.open.stores import CommittedObject, _Store
 from headcount.schemas.errors import CorpusError, QueryError, RunError
 from headcount.schemas.files.commit import Commit, Failure
@@ -47,7 +46,7 @@ from tests.toys.runs_here import begun
 from tests.toys.toy_corpora import Row as TextRow
 from tests.toys.toy_corpora import plain_bytes, write_jsonl
 from tests.toys.toy_replica import ToyReplica
-from tests.toys.toy_runs import Row, connect_to_tables, data_file, write_run
+from tests.toys.toy_runs import Row, data_file, open_tables, write_run
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 TEXTS: list[TextRow] = [(f"{word} " * 30, "Greek") for word in WORDS]
@@ -91,7 +90,7 @@ ALL_ROWS = "SELECT intervention, sequence, layer, head, sink_mass, entropy FROM 
 
 
 def answer(plan: Plan, question: str = ALL_ROWS) -> list[tuple[Any, ...]]:
-    return connect_to_tables(plan.scan.out).execute(question).fetchall()
+    return open_tables(plan.scan.out).rows(question)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +132,9 @@ def test_the_commit_is_written_last_and_each_file_is_one_put(measured_plan: Plan
 
 def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan):
     write_whole(place("s3://bucket/other/secret.parquet"), b"PAR1")
-    connection = connect(measured_plan.scan.out)
+    database = open_runs(measured_plan.scan.out)
     inside = data_file(measured_plan.run, "heads", "none", 0)
-    assert len(list(run_query(connection, f"SELECT DISTINCT sequence FROM '{inside}'").rows())) == 2
+    assert len(list(run_query(database, f"SELECT DISTINCT sequence FROM '{inside}'").rows())) == 2
     for outside in (
         "s3://bucket/other/secret.parquet",
         f"{measured_plan.run.path}/../../other/secret.parquet",
@@ -143,7 +142,7 @@ def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan
         "/etc/passwd",
     ):
         with pytest.raises(QueryError, match=r"(?i)permission|not allowed|disabled"):
-            list(run_query(connection, f"SELECT * FROM read_parquet('{outside}')").rows())
+            list(run_query(database, f"SELECT * FROM read_parquet('{outside}')").rows())
 
 
 def command(*words: object) -> Result:
@@ -266,12 +265,12 @@ def test_a_store_that_refuses_is_one_clear_line(store: S3Server):
     with pytest.raises(RunError, match="cannot be read"):
         plan.run.commit_log()
     with pytest.raises(RunError, match="cannot be read"):
-        connect("s3://bucket/refused")
+        open_runs("s3://bucket/refused")
     with pytest.raises(CorpusError, match="cannot be listed"):
         plan_of("s3://bucket/other")
     store.clear()
     with pytest.raises(RunError, match="no run here"):
-        connect("s3://bucket/nothing")
+        open_runs("s3://bucket/nothing")
     with pytest.raises(CorpusError, match=r"no object matches 's3://bucket/pile/\*.txt'"):
         plan_of("s3://bucket/none", "s3://bucket/pile/*.txt")
 

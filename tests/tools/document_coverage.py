@@ -9,9 +9,9 @@ import sys
 
 import numpy as np
 
-from headcount.exports.certainty import LARGEST_Q, DocumentSums, q_of, student_tail
+from headcount.exports.shared.certainty import LARGEST_Q, DocumentSums, q_of, student_tail
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.queries.open.sql_text import quoted_name, text_literal
 
 NUMBERS, DRAWS = (10, 30, 60, 100, 200, 1000), 300  # of documents, and of draws of so many
 LEAST_HALVES = 30  # documents that are compared by halves

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headcount.queries.open.connection import connect
+from headcount.queries.ask.asking import open_runs
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
 from tests import ROOT
@@ -188,9 +188,9 @@ def lose_a_machine_in_the_middle_of_a_scan(folder: Path) -> None:
         assert driver.returncode == 0, errors
         assert "Traceback" not in errors, errors
         committed_rows = rows_of(scanned_run.path)
-        counts = connect(OUT).execute("SELECT count(*), count(DISTINCT sequence) FROM heads")
+        counts = open_runs(OUT).rows("SELECT count(*), count(DISTINCT sequence) FROM heads")
         heads = sum(table == "heads" for table, *_ in committed_rows)
-        assert counts.fetchall() == [(heads, scan.sequences)]
+        assert counts == [(heads, scan.sequences)]
         (folder / ROWS_FILE).write_bytes(pickle.dumps(committed_rows))
 
 

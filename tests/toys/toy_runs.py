@@ -16,8 +16,7 @@ import pyarrow as pa
 import pytest
 
 from headcount.queries.ask.answers import run_query
-from headcount.queries.ask.asking import RunDatabase
-from headcount.queries.open.connection import OPENED, OpenedRuns, connect
+from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.files.commit import Commit, DataFile, Method, Version
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.manifest import LAYOUT, Manifest
@@ -49,16 +48,16 @@ def local(where: Place) -> Path:
     return where
 
 
-def connect_to_tables(path: str | Place) -> duckdb.DuckDBPyConnection:
-    """A connection without the shipped views and comments: it opens in a fraction of the time."""
+def open_tables(path: str | Place) -> RunDatabase:
+    """Runs without the shipped views and comments: it opens in a fraction of the time."""
     # This folder has no `.sql` files.
-    return connect(path, queries=Path(__file__).parent)
+    return open_runs(path, queries=Path(__file__).parent)
 
 
-def ask(runs: duckdb.DuckDBPyConnection | str | Place, query: str) -> list[tuple[Any, ...]]:
+def ask(runs: RunDatabase | str | Place, query: str) -> list[tuple[Any, ...]]:
     """The rows of an answer, with the views that the query names."""
-    opened = runs if isinstance(runs, duckdb.DuckDBPyConnection) else connect(runs)
-    return list(run_query(opened, query).rows())
+    database = runs if isinstance(runs, RunDatabase) else open_runs(runs)
+    return list(run_query(database, query).rows())
 
 
 @contextmanager
@@ -273,8 +272,7 @@ def _rows(interventions: Sequence[str], sequences: range, layers: int, heads: in
 
 def without_runs(connection: duckdb.DuckDBPyConnection) -> RunDatabase:
     """A database that reads no run."""
-    OPENED[connection] = OpenedRuns([], [], print)
-    return RunDatabase(connection)
+    return RunDatabase(connection, queries=Path(__file__).parent)
 
 
 def _write(

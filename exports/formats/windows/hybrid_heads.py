@@ -4,8 +4,8 @@ import math
 
 from headcount.exports.formats.windows.swa_layers import needs_of_windows
 from headcount.exports.formats.windows.window_choice import choose_windows, problem_of_windows
-from headcount.exports.registry import Exported, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.registry import Exported, export_format
+from headcount.exports.shared.source import ExportSource
 from headcount.schemas.values import Count, Index
 
 

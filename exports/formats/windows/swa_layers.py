@@ -1,9 +1,9 @@
 """The format `swa-layers`: layers that can get a sliding window."""
 
-from headcount.exports.confirmation import layer_types_problem
 from headcount.exports.formats.windows.window_choice import choose_windows, problem_of_windows
-from headcount.exports.registry import Exported, Needs, export_format
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.confirmation import layer_types_problem
+from headcount.exports.shared.registry import Exported, Needs, export_format
+from headcount.exports.shared.source import ExportSource
 from headcount.schemas.values import Count, Index
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from headcount.exports.certainty import DocumentSums, Stability, half_of, stability_of
-from headcount.exports.confirmation import FEWEST_DOCUMENTS, changes_of_loss, documents_of
 from headcount.exports.formats.duo import problem_of_window
-from headcount.exports.registry import CacheCut, Options, Setting
-from headcount.exports.source import CONFIRMATION, ExportSource, column_of
-from headcount.queries.sql_text import quoted_name
+from headcount.exports.shared.certainty import DocumentSums, Stability, half_of, stability_of
+from headcount.exports.shared.confirmation import FEWEST_DOCUMENTS, changes_of_loss, documents_of
+from headcount.exports.shared.registry import CacheCut, Options, Setting
+from headcount.exports.shared.source import CONFIRMATION, ExportSource, column_of
+from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.scans.head_groups import LayerGroup, groups_text
 from headcount.schemas.scans.scan import LONGEST_INTERVENTION

@@ -39,7 +39,7 @@ from tests.toys.refusals import refused
 from tests.toys.runs_here import run_here
 from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_replica import ToyReplica
-from tests.toys.toy_runs import connect_to_tables, local
+from tests.toys.toy_runs import local, open_tables
 
 RowsOfSize = Callable[[int], pa.Table]
 Change = Callable[[RunDirectory], object]
@@ -68,7 +68,7 @@ def measured_run(directory: Path, sequences: int | str, **changes: Any) -> RunDi
 def rows(run: RunDirectory) -> pa.Table:
     """The rows of `heads` that a reader sees, each once."""
     columns = "intervention, sequence, shard, layer, head, entropy, sink_mass"
-    table = connect_to_tables(run.path).sql(f"SELECT {columns} FROM heads ORDER BY ALL")
+    table = open_tables(run.path).connection.sql(f"SELECT {columns} FROM heads ORDER BY ALL")
     table = table.to_arrow_table()
     keys = table.select(["intervention", "sequence", "layer", "head"]).to_pylist()
     assert len({tuple(key.values()) for key in keys}) == len(keys)
@@ -274,7 +274,7 @@ def write_texts(file: Path, *documents: int) -> Path:
 
 def tokens_read(run: RunDirectory) -> list[Any]:
     sql = "SELECT sequence, row, tokens FROM sequences WHERE intervention = 'none' ORDER BY ALL"
-    return connect_to_tables(run.path).execute(sql).fetchall()
+    return open_tables(run.path).rows(sql)
 
 
 @pytest.mark.parametrize("packing", [late("document"), "concat"])
@@ -483,6 +483,6 @@ def test_runs_that_carry_different_columns_are_asked_together(tmp_path: Path):
         "row = 2 GROUP BY ALL ORDER BY ALL"
     )
     expected = [("2", "2002", 1), ("2", None, 1), (None, None, 1)]
-    assert connect_to_tables(out).execute(sql).fetchall() == expected
+    assert open_tables(out).rows(sql) == expected
     compact(run)
-    assert connect_to_tables(out).execute(sql).fetchall() == expected
+    assert open_tables(out).rows(sql) == expected

@@ -11,7 +11,7 @@ import pytest
 
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.run_plan import prepare_run
-from headcount.queries.open.connection import connect
+from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.scans.scan import parse_scan
@@ -210,7 +210,7 @@ def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
     tmp_path: Path, kind: str, name: str, word: str
 ):
     first, second = planned(tmp_path, "a"), planned(tmp_path, "b")
-    connect(tmp_path)
+    open_runs(tmp_path)
     file = local(second.run.manifest_file)
     manifest = json.loads(file.read_text())
     manifest[kind][name]["fingerprint"] = "0" * 12
@@ -223,7 +223,7 @@ def test_two_meanings_under_one_name_are_neither_continued_nor_mixed(
         rf"and another in run {second.run.run_id} \(0+\)"
     )
     with pytest.raises(QueryError, match=problem):
-        connect(tmp_path)
+        open_runs(tmp_path)
 
 
 def test_one_model_and_one_corpus_are_one_run_however_they_are_named(

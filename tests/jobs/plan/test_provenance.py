@@ -18,7 +18,7 @@ from headcount import app
 from headcount.jobs import api
 from headcount.jobs.plan.plan import Plan, make_plan, replan
 from headcount.jobs.upkeep.compaction import compact
-from headcount.queries.open.connection import connect
+from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.files.commits import gather
 from headcount.schemas.formula_kinds import (
@@ -106,7 +106,7 @@ def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path):
         WHERE version.library = 'torch' ORDER BY method.intervention DESC
     """
     torch = next(v.version for v in commits[0].versions if v.library == "torch")
-    assert connect(plan.run.path).execute(sql).fetchall() == [
+    assert open_runs(plan.run.path).rows(sql) == [
         (CODE_HERE, commits[0].device, "none", [], torch),
         (CODE_HERE, commits[0].device, "head_to_first(1,3)", [1], torch),
     ]
@@ -173,17 +173,17 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
     entropy = column_fingerprint(STATISTICS["entropy"])
     for change in (lambda: None, lambda: compact(plan.run)):
         change()
-        assert refused(QueryError, connect, path) == (
+        assert refused(QueryError, open_runs, path) == (
             f"statistic 'entropy' has one formula in 2 shards from 0 to 1 of run {run_id}, by code "
             f"{CODE_HERE} ({entropy}) and another in shard 2 of run {run_id}, by code {OTHER_CODE} "
             f"({OTHER_CODE}); --code {OTHER_CODE} reads the latter alone"
         )
         for code, sequences in ((CODE_HERE, [0, 1, 2, 3]), (OTHER_CODE, [4, 5])):
             sql = "SELECT DISTINCT sequence FROM heads ORDER BY 1"
-            found = connect(path, code=code).execute(sql).fetchall()
+            found = open_runs(path, code=code).rows(sql)
             assert [sequence for (sequence,) in found] == sequences
     with pytest.raises(QueryError, match="unknown code 'c0de'"):
-        connect(path, code="c0de")
+        open_runs(path, code="c0de")
     words = ["query", str(path), "SELECT count(*) AS n FROM sequences", "--format", "csv"]
     answer = CliRunner().invoke(app, [*words, "--code", OTHER_CODE])
     assert answer.stdout.splitlines() == ["n", "4"]
@@ -200,8 +200,7 @@ def test_other_code_of_one_meaning_is_read_as_one(tmp_path: Path, monkeypatch: p
     # Another device is said once.
     assert sum("cuda NVIDIA H100, begun on cpu " in line for line in lines) == 1
     sql = "SELECT code, count(*) FROM shards GROUP BY code ORDER BY 2"
-    connection = connect(plan.run.path)
-    assert connection.execute(sql).fetchall() == [(CODE_HERE, 2), (OTHER_CODE, 3)]
+    assert open_runs(plan.run.path).rows(sql) == [(CODE_HERE, 2), (OTHER_CODE, 3)]
 
 
 MEASURING = sorted(

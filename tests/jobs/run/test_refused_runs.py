@@ -29,7 +29,7 @@ from headcount.workers.replica import Replica
 from tests.toys.runs_here import run_here
 from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_replica import ToyReplica
-from tests.toys.toy_runs import connect_to_tables, local
+from tests.toys.toy_runs import local, open_tables
 
 SEQUENCES, LONGER = 5, 7  # the last shard of three is short, and is measured again
 HERE = Resources(0, 1, "cpu", None)
@@ -165,7 +165,7 @@ def begun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     run_here(plan_of(local(run.path).parent, SEQUENCES))
     if request.param == "gathered":
         gather(run.commits_directory, list(run.commits()))
-    assert connect_to_tables(run.path).sql("FROM heads LIMIT 1").fetchall()
+    assert open_tables(run.path).rows("FROM heads LIMIT 1")
     return run
 
 

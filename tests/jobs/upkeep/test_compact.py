@@ -26,13 +26,12 @@ from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact, merge_finished
 from headcount.jobs.upkeep.merge_workers import merged_by_tasks
 from headcount.jobs.upkeep.merged_files import Group, Merged, merged_here
-from headcount.queries.ask import answers
 from headcount.queries.ask.answers import run_query
-from headcount.queries.open.connection import connect, hold_to_commits
+from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
-from headcount.schemas.kinds import OF_MERGED, TABLES
+from headcount.schemas.filled_tables import OF_MERGED, TABLES
 from headcount.schemas.places import names
 from tests import ROOT
 from tests.tools.deaths import killed_after
@@ -491,18 +490,20 @@ def test_a_compaction_of_a_run_in_use_changes_nothing(run: RunDirectory):
 def test_a_query_whose_files_are_merged_before_it_reads_them_has_every_row(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ):
-    connection = connect(run.path)
+    database = open_runs(run.path)
     sql = "SELECT count(*), count(entropy), max(entropy) FROM heads"
-    before = list(run_query(connection, sql).rows())
+    before = list(run_query(database, sql).rows())
     unmerged = [run]
 
-    def hold_and_merge(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-        hold_to_commits(connection, sql)
+    hold_to_commits = database.hold_to_commits
+
+    def hold_and_merge(sql: str) -> None:
+        hold_to_commits(sql)
         if unmerged:
             compact(unmerged.pop())
 
-    monkeypatch.setattr(answers, "hold_to_commits", hold_and_merge)
-    assert list(run_query(connection, sql).rows()) == before
+    monkeypatch.setattr(database, "hold_to_commits", hold_and_merge)
+    assert list(run_query(database, sql).rows()) == before
 
 
 # Runs that are complete
@@ -519,7 +520,7 @@ def said_at_its_end(run: RunDirectory, large_rows: int = ALL_ROWS) -> list[str]:
 
 def rows_in_roll_ups(run: RunDirectory) -> int | None:
     sql = "SELECT sum(count + undefined) FROM rollups WHERE NOT by_subset AND statistic = 'entropy'"
-    return connect(run.path).execute(sql).fetchall()[0][0]
+    return open_runs(run.path).rows(sql)[0][0]
 
 
 def test_a_large_run_is_merged_when_it_is_complete(run: RunDirectory, original: RunDirectory):

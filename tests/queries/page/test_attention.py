@@ -19,10 +19,6 @@ from headcount.schemas.errors import QueryError
 from tests.pages.browser import Page
 from tests.queries.page.test_explore import browser, served
 from tests.queries.page.test_explore_queries import Asker
-from tests.reference.reference_changes import run_changed
-from tests.reference.weights import read_weights
-from tests.toys import toy_models as toy
-from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import one_line
 
 __all__ = ["browser"]
@@ -44,6 +40,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runs_of(home: Path, name: str, **other: Any) -> Path:
     """A run of a model, which is measured when a test first wants it."""
+    from tests.toys import toy_models as toy
+    from tests.toys.runs_here import measure_here
+
     runs = home / "runs" / name
     if runs.exists():
         return runs
@@ -81,6 +80,9 @@ def asker_of(runs: Path, **options: Any) -> Asker:
 def test_rows_are_those_of_the_reference_and_columns_those_that_were_kept(
     home: Path, name: str, intervention: str, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tests.reference.reference_changes import run_changed
+    from tests.reference.weights import read_weights
+
     runs = runs_of(home, name)
     of_run = f"intervention = '{intervention}' AND sequence = 1"
     database = open_runs(runs)

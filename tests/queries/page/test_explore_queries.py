@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.answers import run_facts
+from headcount.queries.answers.axes import BINS, DRAWN_BINS, Axis, axis_of
 from headcount.queries.explore import opened
-from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis, axis_of
 from headcount.queries.explore.query_engine import Engine
 from headcount.queries.explore.sql_process import MOST_ROWS
 from headcount.schemas.errors import HeadcountError, QueryError
@@ -398,7 +399,7 @@ def test_an_axis_has_round_ends_around_what_it_shows(declared: Any, ends: Any, a
 def test_axes_from_a_large_sample_show_its_values(
     compacted: Path, open_at: Opener, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opened, "AXIS_ROWS", ROWS // STRIDE)
+    monkeypatch.setattr(run_facts, "AXIS_ROWS", ROWS // STRIDE)
     axes = open_at(compacted)("histograms", head=HEAD, statistics=STATISTICS)["axes"]
     for statistic, (low, high) in axes.items():
         ends = f"SELECT min({statistic}), max({statistic}) FROM heads WHERE intervention = 'none'"
@@ -644,7 +645,7 @@ SINK_HISTOGRAM = {"head": HEAD, "statistics": ["sink_mass"]}
 
 
 def let_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened, "LARGE_RUN_ROWS", ROWS - 1)
+    monkeypatch.setattr(run_facts, "LARGE_RUN_ROWS", ROWS - 1)
 
 
 is_large = pytest.fixture(let_be_large)

@@ -18,17 +18,17 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from headcount.queries.answers.numbers import MEANS, Numbers
+from headcount.queries.answers.run_facts import RunFacts
+from headcount.queries.answers.section import Histograms, Section
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import packed, unpacked
 from headcount.queries.report.report import _detail, _input_words, _values, write_report
-from headcount.queries.report.section import MEANS, Histograms, Numbers, Section
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
-from headcount.workers.replica import Replica
 from headcount.workers.run_model import RunModels
 from tests.pages.browser import Page, chromium, cut_tables, requested_urls
-from tests.toys.runs_here import measure_here
 from tests.toys.toy_runs import Cell, Row, data_file, local, one_line, write_run
 
 EVIL = "</script><b>Pile & co"
@@ -424,7 +424,8 @@ def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
     counts = np.stack([(places * 256 // 1 == place).sum(0) for place in range(256)])
     histograms = {"s": Histograms(np.linspace(0, 1, 257).tolist(), True, counts)}
     parts = {str(part): numbers() for part in range(22)}
-    section = Section({}, "none", *shape, ["s"], numbers(), {"s": 0.1}, histograms, parts)
+    facts = RunFacts("a-1", *shape, ("none",), ("s",))
+    section = Section(facts, "none", numbers(), {"s": 0.1}, histograms, parts)
     # 24 statistics of GPT-2 small over 22 subsets of the Pile, beside a page of 60 KB.
     assert len(packed({"one": _values(section, 0)})) * 24 < 1_400_000
 
@@ -444,13 +445,16 @@ def test_many_runs_leave_out_what_one_file_cannot_hold() -> None:
     assert of_many.heads_with_examples < 20
 
 
-TextRun = tuple[Path, Replica, Any]
+TextRun = tuple[Path, Any, Any]
 HOSTILE = "So </script><img src=x onerror=alert(1)> they say. <b>And on</b> it goes, & on. " * 6
 
 
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory: pytest.TempPathFactory) -> TextRun:
     """A run of a bundled model over a hostile text, with curves, profiles and predictions."""
+    from headcount.workers.replica import Replica
+    from tests.toys.runs_here import measure_here
+
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text(HOSTILE, encoding="utf-8")
     fields = {

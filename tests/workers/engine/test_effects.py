@@ -13,7 +13,6 @@ import pytest
 
 from headcount.schemas.errors import ScanError
 from headcount.workers.interventions import INTERVENTIONS
-from tests.queries.test_python_api import state_of
 from tests.reference.effect_definitions import (
     EFFECT_DEFINITIONS,
     EFFECT_VARIANTS,
@@ -29,6 +28,7 @@ from tests.reference.weights import Norm, Weights, read_weights
 from tests.tools.pairwise import sampled
 from tests.toys import model_families
 from tests.toys import toy_models as toy
+from tests.workers.test_python_api import state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

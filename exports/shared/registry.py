@@ -1,7 +1,8 @@
 """Export formats: a function whose keyword-only parameters are the options of the format.
 
 A format reads its run through the `source` and returns the content of its files. The name of the
-function is the name of the format, with `-` for `_`. `formats/razor.py` is a short one.
+function is the name of the format, with `-` for `_`. `formats/razor.py` is a short one, and
+`formats.export_formats` has all.
 """
 
 import inspect
@@ -15,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import Field
 
-from headcount.exports import formats
-from headcount.exports.certainty import Stability
+from headcount.exports.shared.certainty import Stability
 from headcount.schemas.errors import QueryError
 from headcount.schemas.places import Place
-from headcount.schemas.registry import Entry, Registry, import_files, prose_of, read_argument
+from headcount.schemas.registry import Entry, Registry, prose_of, read_argument
 from headcount.schemas.values import problem_of
 
 if TYPE_CHECKING:
@@ -247,10 +247,3 @@ def export_format(
         return function
 
     return register
-
-
-def export_formats() -> Mapping[str, ExportFormat]:
-    """Every format by name, in alphabetical order."""
-    # Every file of the package is looked at, so that a format is one file and no further line.
-    import_files(formats.__name__, formats.__path__)
-    return dict(sorted(FORMATS.items()))

@@ -1,17 +1,17 @@
 """The sequences in which a head is most and least active, as excerpts of their text."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
+from headcount.queries.answers.head_curves import Array
+from headcount.queries.answers.marks import RECEIVED, marked_keys
+from headcount.queries.answers.section import Section
 from headcount.queries.ask.asking import Record, RunDatabase
-from headcount.queries.report.section import Array, Section
-from headcount.queries.sql_text import quoted_name
+from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.kinds import STATISTICS
 from headcount.schemas.measured_heads import Head
 from headcount.workers.run_model import RunModels
 
@@ -29,8 +29,6 @@ EXAMPLE_STATISTICS = (
 """Statistics that a page shows examples of: the first four of them that a run measured."""
 
 MOST_EXAMPLE_STATISTICS = 4
-
-RECEIVED = "attention_received_by_key"  # the curve that says which token receives attention
 
 NO_TOKENIZER = "Tokens are shown as numbers: the tokenizer of the run was not at hand."
 """The error itself would tell readers of a page about the places on a machine."""
@@ -103,7 +101,7 @@ def read_examples(
     numbers = ", ".join(map(str, sorted({one["sequence"] for *_, one in found})))
     sql = f"""
         SELECT sequence, pile_set_name, tokens
-        FROM sequences {section.condition} AND sequence IN ({numbers}) AND tokens IS NOT NULL
+        FROM sequences{section.condition} AND sequence IN ({numbers}) AND tokens IS NOT NULL
     """
     sequences = {row["sequence"]: row for row in database.records(sql)}
     # The attention that each token receives, by layer, head and sequence.
@@ -112,7 +110,7 @@ def read_examples(
         cells = ", ".join(map(str, sorted({(*key[1:], one["sequence"]) for _, key, one in found})))
         sql = f"""
             SELECT layer, head, sequence, {RECEIVED} AS received
-            FROM curves {section.condition} AND (layer, head, sequence) IN ({cells})
+            FROM curves{section.condition} AND (layer, head, sequence) IN ({cells})
         """
         for row in database.records(sql):
             received[row["layer"], row["head"], row["sequence"]] = row["received"]
@@ -124,7 +122,7 @@ def read_examples(
             continue
         tokens: list[int] = sequences[sequence]["tokens"]
         if sequence not in texts:
-            texts[sequence] = _text(tokens, section.run["run_id"], models, examples)
+            texts[sequence] = _text(tokens, section.facts.run_id, models, examples)
         weights = received.get((*key[1:], sequence))
         marks = marked_keys(key[0], tokens, weights)
         marked = marks.keys
@@ -173,62 +171,6 @@ def extremes_sql(section: Section, statistic: str, heads: Sequence[Head]) -> str
             layer, head,
             arg_max({entry}, {{'value': {value}, 'place': -sequence}}, {MOST}) AS most,
             arg_min({entry}, {{'value': {value}, 'place': sequence}}, {LEAST}) AS least
-        FROM heads {section.condition} AND {value} IS NOT NULL AND (layer, head) IN ({pairs})
+        FROM heads{section.condition} AND {value} IS NOT NULL AND (layer, head) IN ({pairs})
         GROUP BY layer, head
     """
-
-
-WORDS_OF_MARKS = {
-    "first key": "The framed token is the first one, key 0.",
-    "successors": "Framed tokens follow an earlier copy of a token that comes again.",
-    "copies": "Framed tokens come again later.",
-}
-"""What a page says of the tokens that a statistic marks (`Formula.marks`)."""
-
-
-@dataclass(frozen=True)
-class Marks:
-    """The keys of a sequence that a statistic is about."""
-
-    keys: list[int]
-    meaning: str  # what a page says of them
-
-
-def marked_keys(statistic: str, tokens: Sequence[int], received: Sequence[float] | None) -> Marks:
-    """The keys of a sequence that a statistic is about: those that the registry says.
-
-    For other statistics it is the key that receives most, if what keys receive was measured.
-
-    >>> marked_keys("sink_mass", [5, 6, 7], None).keys, marked_keys("entropy", [5], [0.9]).keys
-    ([0], [0])
-    >>> marked_keys("sink_position", [5, 6, 7], None).keys
-    []
-    >>> marked_keys("induction_score", [5, 6, 7, 5], None).keys
-    [1]
-    >>> marked_keys("duplicate_score", [5, 6, 7, 5], None).keys
-    [0]
-    """
-    # A statistic with options has their values behind its name.
-    function_name = re.sub(r"(_-?\d[\d.]*)+$", "", statistic)
-    functions = {formula.function_name: formula for formula in STATISTICS.values()}
-    marks = functions[function_name].marks if function_name in functions else ""
-    if marks:
-        copies = [] if marks == "first key" else _earlier_copies(tokens)
-        keys = [key + 1 for key in copies] if marks == "successors" else copies
-        return Marks([0] if marks == "first key" else sorted({*keys}), WORDS_OF_MARKS[marks])
-    if received:
-        # What is undefined receives nothing.
-        most = max(range(len(received)), key=lambda key: received[key] or 0.0)
-        return Marks([most], "The framed token receives most attention.")
-    return Marks([], "")
-
-
-def _earlier_copies(tokens: Sequence[int]) -> list[int]:
-    """The positions whose token comes again later."""
-    last_position: dict[int, int] = {}
-    copies: list[int] = []
-    for position, token in enumerate(tokens):
-        if token in last_position:
-            copies.append(last_position[token])
-        last_position[token] = position
-    return copies

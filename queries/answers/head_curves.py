@@ -4,14 +4,14 @@ A run averages a profile over the sequences of a shard (`profiles`), or keeps it
 (`curves`). Either becomes a `Curve`, at the few places of its axis that a page draws.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.files.run_directory import pc
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -20,6 +20,15 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 MOST_POINTS = 48  # points of a curve in a page
 
 AXES = ("lag", "key", "query")  # of curves that are lines, unlike pairs and dimensions
+
+
+@dataclass(frozen=True)
+class ProfileFacts:
+    """What a manifest says of a profile by lag, key or query."""
+
+    axis: str
+    meaning: str
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -41,20 +50,20 @@ class Curve:
     """The mean of a profile by index, for all heads of a section."""
 
     profile: str
-    axis: str
+    about: ProfileFacts
     profiled: bool
     indices: list[int]
     values: Array  # by index, layer and head
     standard_errors: Array
 
-    def of_head(self, layer: int, head: int, meaning: str, unit: str) -> HeadCurve:
-        """The curve of one head, with what a manifest says of the profile."""
+    def of_head(self, layer: int, head: int) -> HeadCurve:
+        """The curve of one head."""
         values, errors = (
             [None if np.isnan(value) else value for value in array[:, layer, head].tolist()]
             for array in (self.values, self.standard_errors)
         )
-        about = self.profile, self.axis, meaning, unit, self.profiled, self.indices
-        return HeadCurve(*about, values, errors)
+        about = self.about.axis, self.about.meaning, self.about.unit
+        return HeadCurve(self.profile, *about, self.profiled, self.indices, values, errors)
 
 
 def profile_curves_sql(condition: str) -> str:
@@ -93,20 +102,20 @@ def kept_curve_sql(profile: str, axis: str, condition: str) -> str:
     """
 
 
-def curves_of_profiles(table: pa.Table, shape: tuple[int, ...]) -> Iterator[Curve]:
+def curves_of_profiles(
+    table: pa.Table, about: Mapping[str, ProfileFacts], shape: tuple[int, ...]
+) -> Iterator[Curve]:
     """The curves among the rows of `profile_curves_sql`. `shape` is layers and heads."""
     for profile in table["profile"].unique().to_pylist():
         rows = table.filter(pc.equal(table["profile"], profile))
-        # By the condition of the query, just one of them is not NULL.
-        axis = next(axis for axis in AXES if rows[axis].null_count < len(rows))
-        yield curve_of(profile, axis, True, rows, shape)
+        yield curve_of(profile, about[profile], True, rows, shape)
 
 
 def curve_of(
-    profile: str, axis: str, profiled: bool, rows: pa.Table, shape: tuple[int, ...]
+    profile: str, about: ProfileFacts, profiled: bool, rows: pa.Table, shape: tuple[int, ...]
 ) -> Curve:
     """A curve by head, at the indices that are drawn."""
-    positions = rows[axis].to_numpy()
+    positions = rows[about.axis].to_numpy()
     indices = drawn_indices(int(positions.max()) + 1)
     # Where each index of the axis is drawn: -1 where it is not.
     place_of_index = np.full(int(positions.max()) + 1, -1)
@@ -121,7 +130,7 @@ def curve_of(
         values[where] = rows[column].cast(pa.float64()).to_numpy()[is_drawn]
         return values
 
-    return Curve(profile, axis, profiled, indices, drawn("mean"), drawn("standard_error"))
+    return Curve(profile, about, profiled, indices, drawn("mean"), drawn("standard_error"))
 
 
 def drawn_indices(length: int, most: int = MOST_POINTS) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from headcount.exports.certainty import (
+from headcount.exports.shared.certainty import (
     LARGEST_Q,
     MARGIN,
     Choice,
@@ -21,13 +21,12 @@ from headcount.exports.certainty import (
     stability_of,
     sure_heads,
 )
-from headcount.exports.registry import ExportFormat, Needs, Options, Setting, ranked
+from headcount.exports.shared.registry import ExportFormat, Needs, Options, Setting, ranked
+from headcount.queries.answers.loss_effects import NOT_CALIBRATED, effects_among
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.column_facts import column_facts
-from headcount.queries.open.connection import OPENED
 from headcount.queries.open.run import Run
-from headcount.queries.report.loss_effects import NOT_CALIBRATED, effects_among
-from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, counted, unknown
 from headcount.schemas.places import Place
 from headcount.schemas.statistics import STATISTICS
@@ -88,7 +87,7 @@ class ExportSource:
     @property
     def opened(self) -> Run:
         """The run's manifest and files, for formats that refer to them."""
-        runs = OPENED[self.database.connection].runs
+        runs = self.database.runs
         return next(run for run in runs if run.directory.run_id == self.run_id)
 
     @property
@@ -319,7 +318,7 @@ class ExportSource:
 
     def stored_schema(self, table: str) -> pa.Schema:
         """The stored columns of a table, with what each means as `doc` in its metadata."""
-        facts = column_facts(self.database.connection, f"FROM {table}")
+        facts = column_facts(self.database, f"FROM {table}")
         # `label` is none of them: the view makes it.
         stored = self.database.table(f"SELECT * FROM internal.{quoted_name(table)} LIMIT 0").schema
         return pa.schema(

@@ -7,8 +7,8 @@ Their numbers are statistics like others. Here is how far they can be trusted: w
 from collections.abc import Iterable, Mapping, Sequence
 
 from headcount.queries.ask.asking import Record
-from headcount.queries.report.html_page import number
-from headcount.queries.sql_text import text_literal
+from headcount.queries.ask.text_tables import value_text
+from headcount.queries.open.sql_text import text_literal
 
 NOT_CALIBRATED = "first order, not calibrated"
 
@@ -93,7 +93,7 @@ def trust(
     if row["layer"] is None:
         drawn = len(measured.keys() - {None})
         where = "all layers" if layers in (drawn, None) else f"{drawn} of the {layers} layers"
-    spearman, slope = (number(float(f"{row[name]:.2g}")) for name in ("spearman", "slope"))
+    spearman, slope = (value_text(float(f"{row[name]:.2g}")) for name in ("spearman", "slope"))
     return (
         f"Spearman {spearman}, slope {slope} "
         f"against {row['heads']} measured heads of {where}, on {row['sequences']} sequences"

@@ -8,15 +8,8 @@ from shlex import quote
 import duckdb
 
 from headcount.queries.ask.formats import appearing, check_suffix
-from headcount.queries.ask.named_queries import QUERIES, read_queries
-from headcount.queries.open.connection import (
-    OpenedRuns,
-    build,
-    damage_lines,
-    make_described_views,
-)
+from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.run import Run, read_runs
-from headcount.queries.open.shipped_views import ShippedViews
 from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.files.damage import Damage, committed_files, size_problem
 from headcount.schemas.places import place
@@ -81,12 +74,7 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> tuple[
     where = place(runs_path)
     absolute = where.resolve() if isinstance(where, Path) else where
     runs, unreadable = read_runs(absolute, code)
-    opened = OpenedRuns(
-        [_without_cut_files(run) for run in runs],
-        [str(why) for why in unreadable],
-        print,
-        ShippedViews(read_queries(QUERIES)),
-    )
+    runs = [_without_cut_files(run) for run in runs]
     with appearing(output) as partial:
         # Of a command with the same process number that was killed. DuckDB would go on with it.
         partial.unlink(missing_ok=True)
@@ -98,8 +86,9 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> tuple[
             why = str(error).partition("\n")[0]
             raise QueryError(f"{output}: cannot be written ({why})") from None
         try:
-            build(connection, opened)
-            make_described_views(connection, opened)
+            opened = OpenedRuns(connection, runs, unreadable, tell=print)
+            opened.build()
+            opened.make_described_views()
             refresh = f"headcount views {quote(str(absolute))} -o {quote(str(output.resolve()))}"
             refresh += f" --code {quote(code)}" if code else ""
             note = NOTE if isinstance(absolute, Path) else NOTE + STORE_NOTE
@@ -119,4 +108,4 @@ def write_views(runs_path: str, output: Path, code: str | None = None) -> tuple[
         f"{counted(len(opened.runs), 'run')} ({shards_done:,} of {counted(shards, 'shard')} done), "
         f"{size / 1e6:.1f} MB"
     )
-    return written, damage_lines(opened)
+    return written, opened.damage()

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from headcount.queries.sql_text import quoted_name
+from headcount.queries.open.sql_text import quoted_name
 
 BINS = 128  # Bins of an axis. A brush begins and ends at their edges.
 DRAWN_BINS = BINS // 2  # bins that a histogram draws: each is two bins of the axis

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headcount.exports.registry import CacheCut
-from headcount.exports.source import ExportSource
+from headcount.exports.shared.registry import CacheCut
+from headcount.exports.shared.source import ExportSource
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.commands.query import tell_user
-from headcount.queries.sql_text import text_literal
+from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import absolute

@@ -4,32 +4,34 @@ Nothing here reads a file or a database: a query becomes SQL, and tables become 
 The page never sends SQL, except in `queries.explore.query_engine` as a query of the user's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from headcount.queries.explore.axes import BINS, DRAWN_BINS, Axis
-from headcount.queries.report.examples import marked_keys
-from headcount.queries.report.head_curves import (
+from headcount.queries.answers.axes import BINS, DRAWN_BINS
+from headcount.queries.answers.head_curves import (
     Curve,
     curve_of,
     curves_of_profiles,
     kept_curve_sql,
     profile_curves_sql,
 )
-from headcount.queries.report.loss_effects import effect_queries, effects_among, effects_answer
-from headcount.queries.report.section import (
+from headcount.queries.answers.loss_effects import effect_queries, effects_among, effects_answer
+from headcount.queries.answers.marks import marked_keys
+from headcount.queries.answers.numbers import (
     SUMMARY,
     changes_sql,
     numbers_by_head,
     summaries_sql,
 )
-from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.queries.answers.run_facts import RunFacts
+from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, unknown
 
 MOST_STATISTICS = 12  # histograms that one query asks for at most
@@ -40,47 +42,6 @@ Array: TypeAlias = "np.ndarray[Any, Any]"  # an array, as the answer's header de
 Header: TypeAlias = dict[str, Any]  # what an answer says besides its arrays, as JSON
 
 BinNumber = Annotated[int, Field(ge=0, lt=BINS)]
-
-
-@dataclass(frozen=True)
-class ProfileFacts:
-    """What a manifest says of a profile by lag, key or query."""
-
-    axis: str
-    meaning: str
-    unit: str
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What queries need to know of a run."""
-
-    run_id: str
-    layers: int
-    heads: int
-    interventions: tuple[str, ...]
-    statistics: tuple[str, ...]
-    uniform_baseline: frozenset[str] = frozenset()  # statistics that have one in `sequences`
-    axes: dict[str, Axis] = field(default_factory=dict[str, Axis])  # by statistic asked for
-    every: int = 1  # in a large run, brushes and histograms read one of so many sequences
-    has_rollups: bool = False  # whether means come from roll-ups and not from rows
-    has_large_sample: bool = False  # whether the sample of a merge suffices for ends of axes
-    sample: str | None = None  # table of that sample, under a query's intervention, once read
-    profiles: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
-    """Profiles by lag, key or query that the run averaged over sequences."""
-    kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
-    """Those that it kept for every sequence and did not average."""
-    has_parts: bool = False  # whether it averaged what each part of a layer adds to logits
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether brushes and histograms read a sample that was merged."""
-        return self.every > 1 and self.has_rollups
-
-    @property
-    def sampled_rows(self) -> str:
-        """What has the rows of the sample: its table, or the rows of a run without one."""
-        return self.sample or "heads"
 
 
 @dataclass(frozen=True)
@@ -271,7 +232,7 @@ class Heatmap(Query):
             conditions = self.conditions(facts, sampled=True)
             rows = changes_sql(where(conditions), where(none), "layer, head", names)
             return [Statement(summaries_sql(rows, keys, names))]
-        statements = [_summaries(self, facts, names, keys)]
+        statements = [summaries(self, facts, names, keys)]
         # A baseline is of a sequence: it is the same for all heads.
         baselines = ", ".join(
             f"avg({quoted_name(f'uniform_{name}')}) AS {quoted_name(name)}"
@@ -287,7 +248,7 @@ class Heatmap(Query):
         """Arrays by statistic. A head without a row has numbers NaN and counts 0."""
         table, *baselines = tables
         names = self._names(facts)
-        shape = (1, 1) if self.head else (facts.layers, facts.heads)
+        shape = (1, 1) if self.head else facts.shape
         first = (self.head.layer, self.head.head) if self.head else (0, 0)
         numbers = numbers_by_head(table, names, shape, first)
         header = {
@@ -425,11 +386,11 @@ class Subsets(Query):
         """One row a subset."""
         scope = self.scope.model_copy(update={"subset": None})
         of_all = self.model_copy(update={"scope": scope})
-        summaries = _summaries(of_all, facts, [self.statistic], ["pile_set_name"])
+        by_subset = summaries(of_all, facts, [self.statistic], ["pile_set_name"])
         return [
             Statement(
                 "SELECT pile_set_name AS subset, count, mean, standard_error, documents "
-                f"FROM ({summaries.sql}) ORDER BY mean DESC NULLS LAST, subset"
+                f"FROM ({by_subset.sql}) ORDER BY mean DESC NULLS LAST, subset"
             )
         ]
 
@@ -447,32 +408,35 @@ class Curves(Query):
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One statement for all profiles, and one for each curve that was not averaged."""
         # Without the subset: a mean over sequences cannot be taken apart again.
-        condition = where([*self.scope.conditions_on_run, *self.head.conditions])
-        statements = [Statement(profile_curves_sql(condition))] if facts.profiles else []
-        for profile, profile_facts in facts.kept_curves.items():
-            statements.append(Statement(kept_curve_sql(profile, profile_facts.axis, condition)))
-        return statements
+        conditions = [*self.scope.conditions_on_run, *self.head.conditions]
+        return curve_statements(facts, conditions)
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each profile that has a value for the head."""
-        shape = facts.layers, facts.heads
-        curves: list[Curve] = []
-        if facts.profiles:
-            curves += curves_of_profiles(tables[0], shape)
-            tables = tables[1:]
-        for (profile, profile_facts), table in zip(facts.kept_curves.items(), tables, strict=True):
-            if len(table):
-                curves.append(curve_of(profile, profile_facts.axis, False, table, shape))
-        facts_by_profile = {**facts.profiles, **facts.kept_curves}
-        rows: list[Header] = []
-        for curve in curves:
-            profile_facts = facts_by_profile[curve.profile]
-            own = curve.of_head(
-                self.head.layer, self.head.head, profile_facts.meaning, profile_facts.unit
-            )
-            if any(value is not None for value in own.values):
-                rows.append(asdict(own))
-        return Answer({"rows": rows})
+        place = self.head.layer, self.head.head
+        curves = [curve.of_head(*place) for curve in curves_in(facts, tables)]
+        has_values = [any(value is not None for value in curve.values) for curve in curves]
+        return Answer({"rows": [asdict(curve) for curve in compress(curves, has_values)]})
+
+
+def curve_statements(facts: RunFacts, conditions: Sequence[str]) -> list[Statement]:
+    """The SQL of the curves of some heads."""
+    condition = where(conditions)
+    kept = [kept_curve_sql(name, of.axis, condition) for name, of in facts.kept_curves.items()]
+    averaged = [profile_curves_sql(condition)] if facts.profiles else []
+    return [Statement(sql) for sql in (*averaged, *kept)]
+
+
+def curves_in(facts: RunFacts, tables: Sequence[pa.Table]) -> list[Curve]:
+    """The curves in the tables of `curve_statements`, by head."""
+    curves: list[Curve] = []
+    if facts.profiles:
+        averaged, *tables = tables
+        curves += curves_of_profiles(averaged, facts.profiles, facts.shape)
+    for (profile, about), table in zip(facts.kept_curves.items(), tables, strict=True):
+        if len(table):
+            curves.append(curve_of(profile, about, False, table, facts.shape))
+    return curves
 
 
 class Effects(Query):
@@ -589,7 +553,7 @@ def column(table: pa.Table, name: str) -> Array:
     return table[name].to_numpy()
 
 
-def _summaries(
+def summaries(
     query: Query, facts: RunFacts, statistics: Sequence[str], keys: Sequence[str]
 ) -> Statement:
     """Means by some keys, from roll-ups if the run has them."""

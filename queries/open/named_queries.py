@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
-from headcount.queries.sql_text import quoted_name, text_literal
+from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError
 from headcount.schemas.packages import PACKAGE
 
