@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         prepare_process()
     elif CAN_FORK:
-        tests = Tests()
+        tests = Tests(len(config.option.tx))
         config.add_cleanup(tests.end)
         config.option.tx = [f"popen//python={tests.python}"] * len(config.option.tx)
 

@@ -23,7 +23,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -64,6 +64,18 @@ PRELOADED = [
 while it is imported and never again, and but the models of transformers, for which few commands of
 tests have a use.
 """
+
+
+class CommandServer(NamedTuple):
+    """A process that commands are forked from: where it listens, what it lives for, its number."""
+
+    address: str
+    alive: int
+    pid: int
+
+
+COMMAND_SERVERS: dict[str, CommandServer] = {}
+"""By worker of pytest, if those are forks of one process (`tests/tools/forked_tests.py`)."""
 
 
 def libraries_alone(venv: Path) -> Path:
@@ -193,6 +205,13 @@ def start_fork(function: Callable[..., None], *arguments: object) -> ForkServerP
 def fork_server() -> ForkServerContext:
     """What commands and workers are forked from: a process that ends when this one has ended."""
     context = multiprocessing.get_context("forkserver")
+    if forked := COMMAND_SERVERS.get(os.environ.get("PYTEST_XDIST_WORKER", "")):
+        server: Any = forkserver._forkserver
+        server._forkserver_address = forked.address
+        server._forkserver_alive_fd = forked.alive
+        server._forkserver_pid = forked.pid
+        # It runs, but is no child of this process, which Python would ask the kernel for.
+        server.ensure_running = lambda: None
     context.set_forkserver_preload(PRELOADED)
     return context
 
