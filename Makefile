@@ -97,7 +97,7 @@ precision: .venv/.tools
 
 scale: .venv/.tools
 	$(BIN)/python -m benchmarks.at_scale.scale
-	$(BIN)/python -m benchmarks.at_scale.fast_replica
+	$(BIN)/python -m benchmarks.at_scale.waiting replica
 
 chaos: .venv/.tools
 	HEADCOUNT_DAMAGES=1000 $(BIN)/python -m pytest -m '' tests/schemas/test_damage.py -k no_damage_is_read

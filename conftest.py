@@ -8,6 +8,7 @@ import pytest
 
 # Before all libraries that have something to do at the end.
 from tests.tools.end_at_once import END_AT_ONCE
+from tests.tools.forked_tests import CAN_FORK, Tests
 
 # No test reaches for the network. Libraries read this once, when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,6 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from headcount.workers.process import prepare_process
 
         prepare_process()
+    elif CAN_FORK:
+        tests = Tests(len(config.option.tx))
+        config.add_cleanup(tests.end)
+        config.option.tx = [f"popen//python={tests.python}"] * len(config.option.tx)
 
 
 @pytest.fixture(autouse=True)

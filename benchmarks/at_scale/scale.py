@@ -240,7 +240,8 @@ def write_million(out: Path, missing: int = 1000) -> Path:
     (run_directory / "commits").mkdir()
     for start in range(0, len(done_shards), COMMITS_PER_SEGMENT):
         commits = [
-            _commit(plan, int(shard)) for shard in done_shards[start : start + COMMITS_PER_SEGMENT]
+            commit_row(plan, int(shard))
+            for shard in done_shards[start : start + COMMITS_PER_SEGMENT]
         ]
         write_segment(plan.run.commits_directory, pa.Table.from_pylist(commits, schema=COMMITS))
     return run_directory
@@ -253,7 +254,7 @@ def _write_sparse_file(path: str) -> None:
     os.close(descriptor)
 
 
-def _commit(plan: Plan, shard: int) -> dict[str, Any]:
+def commit_row(plan: Plan, shard: int) -> dict[str, Any]:
     """The commit of a shard, as a row of a segment."""
     return {
         "run_id": plan.run.run_id,
@@ -323,7 +324,7 @@ def write_uncompacted(out: Path, shards: int = UNCOMPACTED) -> Path:
     commits: list[dict[str, Any]] = []
     for shard in range(shards):
         files = [_write_small_file(plan, name, shard, rows) for name, rows in tables.items()]
-        commits.append(_commit(plan, shard) | {"files": files})
+        commits.append(commit_row(plan, shard) | {"files": files})
         if len(commits) == COMMITS_PER_SEGMENT:
             write_segment(plan.run.commits_directory, pa.Table.from_pylist(commits, COMMITS))
             commits = []

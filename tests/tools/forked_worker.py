@@ -1,7 +1,8 @@
-"""Start a worker of Ray as a fork of a process that has imported everything.
+"""Start Python as a fork of a process that has imported everything.
 
 Ray runs this file in place of its own `setup_worker.py`, if a node is told so
-(`tests/tools/workers.py`). It imports little, because Ray runs it for every worker.
+(`tests/tools/workers.py`), and pytest in place of Python for the processes that test
+(`tests/tools/forked_tests.py`). It imports little, because Ray runs it for every worker.
 """
 
 import json
@@ -14,11 +15,11 @@ SERVER = "HEADCOUNT_WORKERS"
 
 
 def main() -> None:
-    """Ask for a fork, which gets this command line, environment, directory and output."""
+    """Ask for a fork, which gets this command line, environment, directory, input and outputs."""
     request = [sys.argv[1:], dict(os.environ), os.getcwd()]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[SERVER])
-        socket.send_fds(connection, [b"o"], [1, 2])
+        socket.send_fds(connection, [b"o"], [0, 1, 2])
         connection.sendall(json.dumps(request).encode())
         connection.shutdown(socket.SHUT_WR)
         # The answer is the end of the connection: the fork is there.

@@ -23,7 +23,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -41,6 +41,41 @@ DIES_WITH_ITS_PARENT = (
 
 Ray starts its own processes in the same way, so those of a driver end with the driver.
 """
+
+
+PRELOADED = [
+    # Ray imports these three, and pyarrow the fourth.
+    "aiohttp",
+    "jsonschema",
+    "requests",
+    "pandas",
+    "headcount",
+    "headcount.jobs.commands.cluster",
+    "headcount.jobs.commands.runs",
+    "headcount.jobs.plan.plan",
+    "headcount.jobs.commands.scan",
+    "headcount.jobs.upkeep.status",
+    "headcount.queries.ask.asking",
+    "headcount.queries.ask.formats",
+    "tests.tools.processes",
+    "tests.toys.toy_replica",
+]
+"""What commands have imported when they start: all that is large but Ray, which reads RAY_AUTH_MODE
+while it is imported and never again, and but the models of transformers, for which few commands of
+tests have a use.
+"""
+
+
+class CommandServer(NamedTuple):
+    """A process that commands are forked from: where it listens, what it lives for, its number."""
+
+    address: str
+    alive: int
+    pid: int
+
+
+COMMAND_SERVERS: dict[str, CommandServer] = {}
+"""By worker of pytest, if those are forks of one process (`tests/tools/forked_tests.py`)."""
 
 
 def libraries_alone(venv: Path) -> Path:
@@ -170,27 +205,14 @@ def start_fork(function: Callable[..., None], *arguments: object) -> ForkServerP
 def fork_server() -> ForkServerContext:
     """What commands and workers are forked from: a process that ends when this one has ended."""
     context = multiprocessing.get_context("forkserver")
-    # All that is large but Ray, which reads RAY_AUTH_MODE while it is imported and never again, and
-    # but the models of transformers, for which few commands of tests have a use.
-    context.set_forkserver_preload(
-        [
-            # Ray imports these three, and pyarrow the fourth.
-            "aiohttp",
-            "jsonschema",
-            "requests",
-            "pandas",
-            "headcount",
-            "headcount.jobs.commands.cluster",
-            "headcount.jobs.commands.runs",
-            "headcount.jobs.plan.plan",
-            "headcount.jobs.commands.scan",
-            "headcount.jobs.upkeep.status",
-            "headcount.queries.ask.asking",
-            "headcount.queries.ask.formats",
-            "tests.tools.processes",
-            "tests.toys.toy_replica",
-        ]
-    )
+    if forked := COMMAND_SERVERS.get(os.environ.get("PYTEST_XDIST_WORKER", "")):
+        server: Any = forkserver._forkserver
+        server._forkserver_address = forked.address
+        server._forkserver_alive_fd = forked.alive
+        server._forkserver_pid = forked.pid
+        # It runs, but is no child of this process, which Python would ask the kernel for.
+        server.ensure_running = lambda: None
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -211,7 +233,8 @@ def _run_command(
     """Become `headcount …`. `outputs` are its stdout and its stderr."""
     end_with_the_tests()
     descriptors = [os.open(path, os.O_WRONLY | os.O_TRUNC) for path in outputs]
-    _become(["headcount", *words], environment, str(directory), descriptors)
+    stdin = os.open(os.devnull, os.O_RDONLY)
+    _become(["headcount", *words], environment, str(directory), [stdin, *descriptors])
     # The old one believes that it can be told to go back, which is not true of a pipe.
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     for path, seconds in constants.items():
@@ -224,10 +247,10 @@ def _run_command(
 
 
 def _become(
-    words: list[str], environment: dict[str, str], directory: str, outputs: list[int]
+    words: list[str], environment: dict[str, str], directory: str, descriptors: list[int]
 ) -> None:
-    """Take over a command line, an environment, a directory, and a stdout and a stderr."""
-    for target, descriptor in enumerate(outputs, start=1):
+    """Take over a command line, an environment, a directory, and stdin, stdout and stderr."""
+    for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
     os.environ.clear()
@@ -237,6 +260,28 @@ def _become(
     # Python would import it when it starts; a forked process has started.
     if "FAULTS" in os.environ:
         import_module("tests.faults.sitecustomize")
+
+
+def become_what_is_asked(listener: socket.socket) -> None:
+    """Fork for every request of `forked_worker.py`; return in each fork, as what it asked for."""
+    # Nobody asks how a fork ended: the kernel forgets it at once.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+            with connection.makefile("rb") as file:
+                words, environment, directory = json.load(file)
+            if os.fork() == 0:
+                break
+        for descriptor in descriptors:
+            os.close(descriptor)
+    listener.close()
+    connection.close()
+    end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _become(words, environment, directory, descriptors)
 
 
 def fork_workers(listener: socket.socket) -> None:
@@ -249,33 +294,10 @@ def fork_workers(listener: socket.socket) -> None:
     assert "ray" not in sys.modules
     # Modules of tests import it.
     import_module("pytest")
-    # Nobody asks how a worker ended: the kernel forgets it at once.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()
-    while True:
-        connection, _ = listener.accept()
-        with connection:
-            _, outputs, _, _ = socket.recv_fds(connection, 1, 2)
-            with connection.makefile("rb") as file:
-                words, environment, directory = json.load(file)
-            if os.fork() == 0:
-                listener.close()
-                connection.close()
-                _run_worker(words, environment, directory, outputs)
-            for descriptor in outputs:
-                os.close(descriptor)
-
-
-def _run_worker(
-    words: list[str], environment: dict[str, str], directory: str, outputs: list[int]
-) -> None:
-    """Be the process that Ray has asked for, to its end."""
-    end_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _become(words, environment, directory, outputs)
+    become_what_is_asked(listener)
     # As Ray's `setup_worker.py` does it, for an environment that only sets variables.
     setup_worker = import_module("ray._private.workers.setup_worker")
-    options, sys.argv = setup_worker.parser.parse_known_args(words)
+    options, sys.argv = setup_worker.parser.parse_known_args(sys.argv)
     context = json.loads(options.serialized_runtime_env_context or "{}")
     assert not context.get("command_prefix")
     import_module("ray._private.utils").update_envs(context.get("env_vars", {}))
