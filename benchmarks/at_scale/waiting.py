@@ -30,7 +30,7 @@ from benchmarks.at_scale.scale import Idler, begin_run, commit_row
 from benchmarks.measured_on import measured_now
 from headcount.jobs.cluster.ray_cluster import Resources, connect
 from headcount.jobs.plan.plan import Plan
-from headcount.jobs.run.dispatch import dispatch
+from headcount.jobs.run.ray_replicas import measure_on_ray
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import open_runs
 from headcount.schemas import tables
@@ -87,7 +87,7 @@ def share_of_waiting(plan: Plan) -> dict[str, float]:
     connect(Resources(1, 1, "cpu"))
     shards = np.arange(plan.manifest.shards)
     commits: list[Commit] = []
-    for outcome in dispatch(plan, shards, Resources(1, 1, "cpu"), print, FastReplica):
+    for outcome in measure_on_ray(plan, shards, Resources(1, 1, "cpu"), print, FastReplica):
         assert isinstance(outcome, Commit), outcome.error
         commits.append(outcome)
     # The first shard is left out: it draws the numbers, and the replica has not waited before it.

@@ -10,7 +10,7 @@ import pyarrow.fs as pafs
 from headcount.schemas.errors import counted
 from headcount.schemas.files.commits import delete
 from headcount.schemas.files.run_directory import RunDirectory, pc
-from headcount.schemas.kinds import TABLES
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import Place, listed, names
 
 GRACE = timedelta(hours=1)
