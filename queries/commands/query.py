@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -28,6 +30,8 @@ commands = typer.Typer(rich_markup_mode=None)
 
 
 TIMEOUT = 600.0  # seconds after which a query is given up by default
+SILENT_AT_FIRST = 1.0  # seconds in which nothing is said of what is done
+LONGEST_SILENCE = 20.0  # seconds between two lines in a log about it
 MANY_RUNS = 3  # if more runs are not complete, one line speaks of all of them
 
 RunsArgument = Annotated[
@@ -125,8 +129,9 @@ def query(
     time_limit = timeout if 0 < timeout < float("inf") else None
     asked = read_typed(typed, file)
     answer_format = format_of(requested_format, output, vertical)
-    database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
-    warn_of_damage(database)
+    with waiting("reading the runs"):
+        database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
+        warn_of_damage(database)
 
     views = database.view_descriptions
     if asked is None:
@@ -189,7 +194,8 @@ def _answer(
     from headcount.queries.open.column_facts import column_facts, why_empty
 
     try:
-        found = run_query(database, sql, rows_to_read(answer_format, limit), time_limit)
+        with waiting("asking"):
+            found = run_query(database, sql, rows_to_read(answer_format, limit), time_limit)
     except SqlMistake as mistake:
         # It is shown where it stands, above the error.
         if mistake.pointer:
@@ -278,6 +284,7 @@ def report(
     with waiting("reading the runs"):
         database = open_runs(runs, code=code, tell=tell_user)
         warn_of_damage(database)
+    with waiting("writing the report"):
         write_report(database, output, _models_of(runs) if text else None)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
@@ -303,12 +310,31 @@ def views(
 
 @contextmanager
 def waiting(words: str) -> Iterator[None]:
-    """Show on a terminal what is done, where nobody knows how long it takes."""
-    from rich.console import Console
+    """Say what is done, where nobody knows how long it takes: on a terminal a spinner after a
+    second, in a log a line now and then.
+    """
+    has_ended = threading.Event()
 
-    console = Console(stderr=True)
-    with console.status(words) if console.is_terminal else nullcontext():
+    def say() -> None:
+        if has_ended.wait(SILENT_AT_FIRST):
+            return
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if console.is_terminal:
+            with console.status(words):
+                has_ended.wait()
+        began = time.monotonic() - SILENT_AT_FIRST
+        while not has_ended.wait(LONGEST_SILENCE):
+            tell_user(f"{words}, for {time.monotonic() - began:.0f} s")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
         yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def warn_of_damage(database: RunDatabase) -> None:
