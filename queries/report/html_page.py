@@ -57,7 +57,7 @@ def html_text(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = value_text
+    environment.filters["number"] = number
     own = template.with_suffix(".js")
     files = [*(PAGE / module for module in modules), *([own] if own.exists() else [])]
     # Line breaks around the script belong to its element, and so to its digest.
@@ -132,3 +132,9 @@ def json_value(value: object) -> object:
         case list() | tuple():
             return [json_value(item) for item in value]
     return value
+
+
+def number(value: object) -> str:
+    """A number of a page as a terminal has it; a dash if it is undefined."""
+    is_undefined = isinstance(value, float) and not math.isfinite(value)
+    return value_text(None if is_undefined else value)
