@@ -15,10 +15,15 @@ LARGE_RUN_ROWS = 20_000_000  # of one intervention; with more, brushes read a sa
 
 AXIS_ROWS = 50_000  # rows of the first sequences from which the ends of an axis are taken, about
 
+STATISTIC_FACTS = (
+    "name, unit, range_low, range_high, meaning, formula, source, uniform_baseline, measured_by"
+)
+"""What a page knows of each statistic: columns of the view `statistics`."""
+
 FIRST_STATISTICS = (
     "sink_mass",
-    "entropy",
     "induction_score",
+    "entropy",
     "value_norm",
     "previous_token_mass",
     "head_output_norm",

@@ -18,7 +18,12 @@ from headcount.queries.answers.page_queries import (
     sample_condition,
     where,
 )
-from headcount.queries.answers.run_facts import RunFacts, facts_of_runs, first_statistics
+from headcount.queries.answers.run_facts import (
+    STATISTIC_FACTS,
+    RunFacts,
+    facts_of_runs,
+    first_statistics,
+)
 from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.open.run import ReadRun, read_runs
 from headcount.queries.open.sql_text import quoted_name
@@ -42,8 +47,7 @@ class PageRuns:
         self._records = database.records("FROM runs ORDER BY run_id")
         self._shown = shown_runs(self._records)
         self._statistics = database.records(
-            "SELECT name, unit, range_low, range_high, meaning, formula, source, uniform_baseline "
-            "FROM statistics ORDER BY name"
+            f"SELECT {STATISTIC_FACTS} FROM statistics ORDER BY name"
         )
         self._subsets: dict[str, list[str]] = {}  # of the Pile, that each run has sequences of
         subsets = database.rows(

@@ -25,7 +25,12 @@ from headcount.queries.answers.head_curves import Array
 from headcount.queries.answers.loss_effects import shown_runs
 from headcount.queries.answers.numbers import NUMBERS, Numbers
 from headcount.queries.answers.page_queries import Effects
-from headcount.queries.answers.run_facts import RunFacts, facts_of_runs, first_statistics
+from headcount.queries.answers.run_facts import (
+    STATISTIC_FACTS,
+    RunFacts,
+    facts_of_runs,
+    first_statistics,
+)
 from headcount.queries.answers.section import Section, answered, read_section
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.sql_text import text_literal
@@ -78,11 +83,10 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
             sections[f"{facts.run_id}/{intervention}"] = own[-1]
         shown["has_curves"] = any(section["curves"] for section in own)
         shown["has_effects"] = any(any(section["effects"].values()) for section in own)
-    facts = "name, unit, range_low, range_high, meaning, formula, source"
     data = {
         "overview": {
             "runs": overview,
-            "statistics": database.records(f"SELECT {facts} FROM statistics"),
+            "statistics": database.records(f"SELECT {STATISTIC_FACTS} FROM statistics"),
             "damage": [],
             "is_short": not detail.distributions,
             "dormant": _dormant_blocks(database),

@@ -90,8 +90,8 @@ export function differenceLooks(difference, means) {
 export const sampled = (every) =>
   every > 1 ? `A large run: 1 of ${every} sequences is read.` : "";
 
-// q of means less the uniform baseline, as if that were known; or less 0. Null without a baseline.
-export function againstBaseline(own, baseline = own.uniform_baseline) {
+// q of means less a baseline, as if that were known. Null without one.
+export function againstBaseline(own, baseline) {
   const above = {
     ...own,
     mean: Array.from(own.mean, (mean) =>
@@ -103,7 +103,9 @@ export function againstBaseline(own, baseline = own.uniform_baseline) {
 
 export function ranked(name) {
   const own = state.numbers[name];
-  const q = own && againstBaseline(own);
+  // An estimate of a change is held against no change.
+  const nothing = facts(name).measured_by ? 0 : own?.uniform_baseline;
+  const q = own && againstBaseline(own, nothing);
   const entries = Array.from(own?.mean ?? [], (mean, i) => ({
     i,
     mean,

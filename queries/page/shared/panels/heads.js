@@ -28,7 +28,10 @@ function means() {
   const axes = [...new Set([chosen.x, chosen.y])].filter(
     (axis) => axis !== name && axis in state.numbers,
   );
-  const q = { name: "q", title: "Of the mean against the uniform baseline" };
+  const q = {
+    name: "q",
+    title: "Of the mean against the uniform baseline, of an estimate against 0",
+  };
   const cellsOf = ({ i, mean, error, q }) => [
     plusMinus(mean, error),
     smallText(q),

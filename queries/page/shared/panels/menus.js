@@ -15,16 +15,6 @@ import {
   state,
 } from "../state.js";
 
-// Statistics that say what a head does: the first of them that were measured are shown first.
-const LEADING = [
-  "sink_mass",
-  "induction_score",
-  "previous_token_score",
-  "duplicate_score",
-  "self_attention",
-  "entropy",
-];
-
 function fill(select, options, value) {
   select.replaceChildren(
     ...options.map(([key, name, isOff]) =>
@@ -115,11 +105,7 @@ export function fillMenus() {
 }
 
 function fillStatistics() {
-  const leading = [
-    ...LEADING.filter((name) => state.run.statistics.includes(name)),
-    ...state.run.first_statistics,
-    ...state.run.statistics,
-  ];
+  const leading = [...state.run.first_statistics, ...state.run.statistics];
   chosen.statistic = available("statistic", chosen.statistic, state.run.statistics, leading[0]);
   chosen.shown = chosen.shown.filter((name) =>
     available("histogram", name, state.run.statistics, null, "another"),
