@@ -230,7 +230,7 @@ def replace_file(path: Path, content: bytes | None, hide: bool) -> None:
 def test_no_damage_is_read_as_data(
     layout: str, written: Written, older: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     state = prepare(tmp_path / "runs", [written, older], LAYOUTS[layout])
     generator = random.Random(layout)
     files = sorted(state.files)
@@ -271,7 +271,7 @@ def test_no_damage_is_read_as_data(
 
 @pytest.fixture
 def run(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    monkeypatch.setattr(verified_files, "_key_folders", lambda: [tmp_path / "memory"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     return copy_of(written["a-1"], tmp_path / "runs")
 
 
@@ -321,7 +321,7 @@ def test_a_checked_file_is_known_until_changed(run: RunDirectory, monkeypatch: p
     flip_middle_bit(heads_file(run, 3))
     assert twice("FROM heads") == [1, 1]
     # If the memory is lost, whole or in parts, only time is lost.
-    (memory,) = (local(run.path).parents[1] / "memory").iterdir()
+    (memory,) = (local(run.path).parents[1] / "caches" / "headcount" / "verified").iterdir()
     memory.write_bytes(memory.read_bytes()[:-21])
     assert files_read("FROM heads, sequences LIMIT 1") in (2, 3)
     memory.write_bytes(b"")
