@@ -30,7 +30,6 @@ commands = typer.Typer(rich_markup_mode=None)
 
 
 TIMEOUT = 600.0  # seconds after which a query is given up by default
-SILENT_AT_FIRST = 1.0  # seconds in which nothing is said of what is done
 LONGEST_SILENCE = 20.0  # seconds between two lines in a log about it
 MANY_RUNS = 3  # if more runs are not complete, one line speaks of all of them
 
@@ -310,21 +309,19 @@ def views(
 
 @contextmanager
 def waiting(words: str) -> Iterator[None]:
-    """Say what is done, where nobody knows how long it takes: on a terminal a spinner after a
-    second, in a log a line now and then.
+    """Say what is done, where nobody knows how long it takes: on a terminal as long as it is done,
+    in a log now and then.
     """
-    has_ended = threading.Event()
-
-    def say() -> None:
-        if has_ended.wait(SILENT_AT_FIRST):
-            return
+    if sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
 
-        console = Console(stderr=True)
-        if console.is_terminal:
-            with console.status(words):
-                has_ended.wait()
-        began = time.monotonic() - SILENT_AT_FIRST
+        with Console(stderr=True).status(words):
+            yield
+        return
+    has_ended = threading.Event()
+    began = time.monotonic()
+
+    def say() -> None:
         while not has_ended.wait(LONGEST_SILENCE):
             tell_user(f"{words}, for {time.monotonic() - began:.0f} s")
 

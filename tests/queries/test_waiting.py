@@ -15,7 +15,6 @@ def test_a_log_has_a_line_now_and_then_and_none_if_it_is_quick(
     with waiting("reading the runs"):
         pass
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(query, "SILENT_AT_FIRST", 0.0)
     monkeypatch.setattr(query, "LONGEST_SILENCE", 0.02)
     told, deadline = "", time.monotonic() + 20
     with waiting("reading the runs"):
