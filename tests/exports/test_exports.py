@@ -190,12 +190,14 @@ def test_a_block_is_half_of_what_follows_bos_unless_there_is_a_period():
 @pytest.mark.parametrize(("words", "expected"), [
     # Of 5 tokens, 3 queries see distant keys, and 2 of them a copy. So the change counts 1.5.
     ("", "0.5\t0.375\n0.75\t0\n"),
-    ("--group mean", "0.375\t0.375\n0.4375\t0\n"),
-    ("--score distant", "0.75\t0.5\n0.5\t0.5\n"),
+    pytest.param("--group mean", "0.375\t0.375\n0.4375\t0\n", marks=pytest.mark.long),
+    pytest.param("--score distant", "0.75\t0.5\n0.5\t0.5\n", marks=pytest.mark.long),
     # The scores stay, so that readers can cut where they want. Equal ones are parted at the border.
-    ("--sparsity 0.75", "0.5\t0.375\n0.75\t0\n"),
+    pytest.param("--sparsity 0.75", "0.5\t0.375\n0.75\t0\n", marks=pytest.mark.long),
     ("--threshold 0.375", "0.5\t0.375\n0.75\t0\n"),
-    ("--score distant --threshold 0.75", "0.75\t0.5\n0.5\t0.5\n"),
+    pytest.param(
+        "--score distant --threshold 0.75", "0.75\t0.5\n0.5\t0.5\n", marks=pytest.mark.long
+    ),
     ("--score distant --sparsity 0.5", "0.75\t0.500002\n0.5\t0.5\n"),
 ])  # fmt: skip
 def test_duo_scores_a_kv_head_by_the_attention_that_a_repeat_moves(

@@ -68,7 +68,9 @@ def of_report(database: RunDatabase, path: Path) -> dict[str, list[float | None]
     return {name: values[name]["percentile"] for name in COLUMNS}
 
 
-@pytest.mark.parametrize("is_merged", [False, True], ids=["rows", "rollups"])
+@pytest.mark.parametrize(
+    "is_merged", [pytest.param(False, marks=pytest.mark.long), True], ids=["rows", "rollups"]
+)
 def test_sql_cards_and_the_query_of_pages_have_the_same_percentiles(
     tmp_path: Path, is_merged: bool
 ) -> None:

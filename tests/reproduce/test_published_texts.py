@@ -104,6 +104,7 @@ def read_csv(file: Path) -> list[Text]:
         ]
 
 
+@pytest.mark.long
 def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.csv"
     options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]

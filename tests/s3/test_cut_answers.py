@@ -92,7 +92,14 @@ def expected_rows(store: S3Server, run: StorePath) -> int:
 
 @pytest.mark.parametrize(
     "where",
-    ["HEAD of commits", "GET of commits", "HEAD of rows", "GET of rows", "listings of commits"],
+    [
+        "GET of commits",
+        "HEAD of rows",
+        *(
+            pytest.param(where, marks=pytest.mark.long)
+            for where in ("HEAD of commits", "GET of rows", "listings of commits")
+        ),
+    ],
 )
 def test_an_answer_that_is_cut_once_costs_no_row(store: S3Server, run: StorePath, where: str):
     whole = expected_rows(store, run)

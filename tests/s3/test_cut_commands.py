@@ -180,7 +180,7 @@ def check_answers(store: S3Server, folder: Path, run: StorePath, seed: int) -> N
                 assert not re.search(r"damaged|delete|headcount rm|Traceback", asked.stderr), asked
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_upkeep_is_right_or_an_error_of_the_store(
     store: S3Server, calm: RunDirectory, tmp_path: Path, seed: int
 ):
@@ -218,7 +218,7 @@ def test_upkeep_is_right_or_an_error_of_the_store(
 
 
 def test_what_is_removed_is_gone_although_answers_are_cut(store: S3Server, calm: RunDirectory):
-    for seed in range(4):
+    for seed in range(2):
         run = copied_to_store(calm, "s3://bucket/removed")
         for attempt in range(12):
             store.set_rules(some_cut(0.25, seed * 100 + attempt))
@@ -290,6 +290,7 @@ def test_objects_are_found_by_a_pattern_although_a_listing_is_cut(store: S3Serve
     assert matching(StorePath("s3://bucket/nothing/*.txt")) == []
 
 
+@pytest.mark.long
 def test_an_iceberg_table_counts_what_lies_there_although_answers_are_cut(
     store: S3Server, calm: RunDirectory, tmp_path: Path
 ):

@@ -114,9 +114,8 @@ def merge() -> Callable[[], bool]:
     return lambda: len(merge_group(group).commits) == SHARDS
 
 
-@pytest.mark.parametrize(
-    "begun_work", [merge, pytest.param(prepare_corpus, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("begun_work", [merge, prepare_corpus])
 def test_a_worker_waits_longer_for_a_store_than_a_command(
     begun_work: Callable[[], Callable[[], bool]], store: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,11 @@ def query_everything(home: Path) -> tuple[Rows, list[str]]:
     return rows, warnings
 
 
+def late(*names: str) -> list[Any]:
+    """Parameters of a long test."""
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 LAYOUTS: dict[str, Callable[[RunDirectory], object]] = {
     "half of the commits in a segment": gather_half,
     "merged files": compact_in_groups,
@@ -226,7 +231,7 @@ def replace_file(path: Path, content: bytes | None, hide: bool) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["merged files", *late("half of the commits in a segment")])
 def test_no_damage_is_read_as_data(
     layout: str, written: Written, older: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -435,7 +440,7 @@ BREAKAGES = {
 """A file of the run, what is replaced in it by what, and what is said. None: it is deleted."""
 
 
-@pytest.mark.parametrize("what", BREAKAGES)
+@pytest.mark.parametrize("what", ["gone", "another column", *late("no scan", "a segment")])
 def test_a_broken_run_does_not_hide_other_runs(
     run: RunDirectory, what: str, written: Written, tmp_path: Path
 ):

@@ -93,7 +93,6 @@ def assert_same(actual: pa.Table, expected: pa.Table, exact: bool) -> None:
 
 @pytest.mark.parametrize(("name", "engine", "subsets"), [
     ("gpt2", "fused", ["two layers", "heads"]),
-    ("llama", "dense", ["one head"]),
     *(
         pytest.param(name, engine, list(SUBSETS), marks=pytest.mark.long)
         for name, engine in product(("gpt2", "llama"), ("fused", "dense"))

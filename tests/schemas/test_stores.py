@@ -394,6 +394,7 @@ class PacedReplica(ToyReplica):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_two_drivers_of_a_run_share_its_shards(store: S3Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headcount.jobs.run.commit_log.COMMITS_PER_SEGMENT", 4)
     monkeypatch.setattr("headcount.jobs.run.shards.LOOK_SECONDS", 0.1)

@@ -110,7 +110,7 @@ def late(*values: object) -> Any:
 
 @pytest.mark.parametrize(("first_size", "change_commit_log"), [
     # A short shard behind whole ones, alone, and none.
-    (5, gather_again), (7, compact),
+    (5, gather_again), late(7, compact),
     late(2, leave), late(2, compact), late(6, leave), late(6, compact), late(6, gather_again),
 ])  # fmt: skip
 def test_a_run_is_extended(

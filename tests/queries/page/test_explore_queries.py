@@ -500,7 +500,7 @@ ENDLESS = "SELECT count(*) FROM range(100000000) a, range(100000) b"
 RECURSIVE = "WITH RECURSIVE x(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM x) SELECT max(n) FROM x"
 
 
-@pytest.mark.parametrize("endless", [ENDLESS, RECURSIVE])
+@pytest.mark.parametrize("endless", [ENDLESS, pytest.param(RECURSIVE, marks=pytest.mark.long)])
 def test_an_endless_query_is_given_up_and_the_next_answered_at_once(
     ask: Asker, monkeypatch: pytest.MonkeyPatch, endless: str
 ) -> None:

@@ -330,7 +330,7 @@ def compiled_for_h100(dtype: str, d_head: int, split: bool, with_facts: bool = F
     ("dtype", "split", "d_head", "with_facts"),
     [
         # Every branch of the kernel. The other sizes of its tiles are compiled in `make long`.
-        ("fp32", True, 64, True),
+        pytest.param("fp32", True, 64, True, marks=pytest.mark.long),
         *(
             pytest.param(dtype, split, d_head, False, marks=pytest.mark.long)
             for dtype, split, d_head in (

@@ -392,7 +392,10 @@ def test_a_model_that_was_measured_is_freed_with_its_last_name(make: Any, column
     assert all(weight.expired() for weight in weights)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "PEFT", "bridge"])
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("gpt2", "llama")), "PEFT", "bridge"],
+)
 def test_a_default_device_without_values_changes_no_row(kind: str) -> None:
     model = {"PEFT": partial(adapted, "llama"), "bridge": bridge}.get(kind, partial(model_of, kind))
     first = model()
