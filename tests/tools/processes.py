@@ -219,7 +219,8 @@ def fork_server() -> ForkServerContext:
 def start_fork_server() -> None:
     """Start it before this process's environment changes: it would keep the changes for good."""
     fork_server()
-    forkserver.ensure_running()
+    # The module has a name for it, which would ask for one of its own.
+    forkserver._forkserver.ensure_running()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _run_command(

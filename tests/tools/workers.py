@@ -34,6 +34,10 @@ no test needs.
 """
 
 
+WORKER_PARENTS: list[psutil.Process] = []
+"""The processes whose children are the workers of clusters that are there now."""
+
+
 def start_cluster(**options: Any) -> Cluster:
     """A cluster of one node with these options."""
     head_options = NODE_OPTIONS | {"_system_config": SYSTEM_CONFIG} | options
@@ -65,9 +69,12 @@ def forked_workers() -> Iterator[psutil.Process]:
             listener.listen()
             server = start_fork(fork_workers, listener)
         os.environ[SERVER] = path
+        parent = psutil.Process(server.pid)
+        WORKER_PARENTS.append(parent)
         try:
-            yield psutil.Process(server.pid)
+            yield parent
         finally:
+            WORKER_PARENTS.remove(parent)
             del os.environ[SERVER]
             server.kill()
             server.join()

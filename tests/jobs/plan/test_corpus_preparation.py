@@ -39,7 +39,7 @@ from headcount.workers.inputs.store import preparation as store_preparation
 from headcount.workers.inputs.store.token_store import open_portion
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
-from tests.tools.workers import joined_cluster
+from tests.tools.workers import WORKER_PARENTS, joined_cluster
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import fates_of
 
@@ -193,7 +193,7 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
     def kill_a_task() -> None:
         """Kill the first task that is seen at work when there are portions."""
         while not killed:
-            for process in psutil.Process().children(recursive=True):
+            for process in WORKER_PARENTS[0].children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     at_work = "prepare_on_node" in " ".join(process.cmdline())
                     if at_work and portion_files(tmp_path):
