@@ -342,6 +342,8 @@ def main() -> None:
     elif options.what == "queries":
         with tempfile.TemporaryDirectory() as directory:
             measure_queries(Path(directory), options.files, options.rounds)
+    elif options.corpus is None or options.tokenizer is None:
+        parser.error("store needs --corpus FILE and --tokenizer FOLDER")
     else:
         measure_store(Path(options.corpus), options.tokenizer)
 
