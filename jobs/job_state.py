@@ -60,4 +60,4 @@ def states_in(log: str) -> Iterator[JobState]:
         try:
             yield JobState.model_validate_json(line.removeprefix(PREFIX))
         except ValueError:
-            continue  # The last line may not be there to its end.
+            continue  # The last line may be cut off.

@@ -315,7 +315,7 @@ def _watch_ray(subject: str, is_over: threading.Event) -> None:
         elif time.monotonic() - last_answer > patience:
             problem = f"the cluster's head, {node.gcs_address}, is gone for {patience:.0f} s"
         if problem is not None and not is_over.is_set():
-            # The head of a cluster that only this command has comes with the same command.
+            # A command that has a Ray of its own starts it again by itself.
             first = "" if node.is_head() else "start the cluster again, and "
             advice = f"{first}the same command continues where it stopped"
             fail_at_once(f"{subject}: {problem}; {advice}", partial(phases.fail, problem))

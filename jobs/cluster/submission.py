@@ -236,14 +236,14 @@ class JobClient:
                 return f"{job_id}: has ended, SUCCEEDED"
             if job.ended:
                 raise RunError(self._failure(job))
-            driver = self._last_state(job)
-            if driver is not None and driver.state == "measuring":
-                return f"{job_id}: {driver.words}"
+            told = self._last_state(job)
+            if told is not None and told.state == "measuring":
+                return f"{job_id}: {told.words}"
             is_late = time.monotonic() >= deadline
             problem = ""
             # A model that is being loaded is no lack of machines, unless it takes long.
-            if driver is not None and (is_late or driver.state == "short of machines"):
-                problem = driver.words
+            if told is not None and (is_late or told.state == "short of machines"):
+                problem = told.words
             if is_late and job.state == "PENDING":
                 problem = f"queued: the cluster has not started it in {QUEUED_SECONDS:.0f} s"
                 problem += f" ({job.message})" if job.message else ""
@@ -303,7 +303,7 @@ class JobClient:
             # Asked before the log, which then holds all that the driver has printed.
             ended = self.job(job.job_id).ended
             text = self._whole_log(job)
-            # A line that is not there to its end may be one for programs.
+            # The last line may be cut off, and nobody knows yet whether it is for people.
             end = text.rfind("\n") + 1 if follow and not ended else len(text)
             lines = text[printed:end].splitlines(keepends=True)
             yield "".join(line for line in lines if not is_state(line))

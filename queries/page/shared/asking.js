@@ -25,9 +25,14 @@ export async function tryToAsk(query, signal) {
   }
 }
 
+const keyOf = (ofScope, changes = false) => JSON.stringify([ofScope, changes]);
+
+// The SQL of what is known of all heads, if a server has answered.
+export const sqlOfHeads = (ofScope) => state.known.get(keyOf(ofScope))?.sql?.join("\n");
+
 // The answer about one statistic of all heads, or about all. Each is asked for once.
 export async function aboutHeads(ofScope, statistic, changes = false) {
-  const key = JSON.stringify([ofScope, changes]);
+  const key = keyOf(ofScope, changes);
   if (!state.known.has(key)) state.known.set(key, { values: {} });
   const about = state.known.get(key);
   if (about.isWhole || about.values[statistic]) return about;

@@ -1,6 +1,6 @@
 // What the numbers of all heads say: ranks, ranges, differences, and which statistics look alike.
 import { aboutHeads } from "./asking.js";
-import { summaries, literal } from "./behind.js";
+import { literal, summaries } from "./behind.js";
 import { plusMinus } from "./card.js";
 import { isUndefined, number } from "./draw.js";
 import { adjustedP } from "./significance.js";
@@ -142,7 +142,8 @@ export function strongest() {
 
 // Which head leads, and how many are high.
 export function finding(name) {
-  const [first] = ranked(name);
+  const heads = ranked(name);
+  const [first] = heads;
   if (!first) return "";
   const baseline = state.numbers[name].uniform_baseline;
   let words = `${labelAt(first.i)} leads in ${name} with ${plusMinus(first.mean, first.error)}`;
@@ -153,11 +154,12 @@ export function finding(name) {
   const [view, passes] = RANKINGS[name] ?? [];
   const isAbove = ({ mean, q }) =>
     isUndefined(baseline) || (mean > baseline && !isUndefined(q) && q <= MOST_Q);
-  const passing = view && ranked(name).filter((one) => passes(one.mean) && isAbove(one)).length;
-  if (view)
+  if (view) {
+    const passing = heads.filter((one) => passes(one.mean) && isAbove(one)).length;
     words +=
-      `. ${number(passing)} of ${number(ranked(name).length)} heads pass the ` +
-      `threshold of ${view}, q <= ${MOST_Q}`;
+      `. ${number(passing)} of ${number(heads.length)} heads pass the threshold of ${view}, ` +
+      `q <= ${MOST_Q}`;
+  }
   return `${words}.`;
 }
 

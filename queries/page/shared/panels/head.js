@@ -129,9 +129,12 @@ async function showCurves(turn) {
 }
 
 export function beginHead() {
+  // The last one is no column of the view.
   const columns = [
     "statistic",
-    ...SUMMARY.slice(0, 3),
+    "mean",
+    "standard_error",
+    "documents",
     "minimum",
     "maximum",
     "count",

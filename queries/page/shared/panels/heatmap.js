@@ -1,5 +1,5 @@
 // The heatmap of all heads, and what it is compared with.
-import { aboutHeads } from "../asking.js";
+import { aboutHeads, sqlOfHeads } from "../asking.js";
 import { behind, literal } from "../behind.js";
 import { plusMinus } from "../card.js";
 import { heatmap, html, isUndefined, number, smallText } from "../draw.js";
@@ -15,6 +15,7 @@ import {
 import { isLive } from "../source.js";
 import {
   MOST_Q,
+  SUMMARY,
   allHeads,
   by,
   choose,
@@ -100,7 +101,7 @@ export async function showHeatmap(turn) {
   document.body.classList.toggle("comparing", Boolean(state.compared));
   performance.measure("heatmap");
   if (hadFocus) figure.querySelector("[tabindex='0']")?.focus();
-  if (!chosen.head) chosen.head = strongest(own.mean);
+  if (!chosen.head) chosen.head = strongest();
   state.map.figures.forEach((one) => one.choose(...(chosen.head ?? [])));
   by("finding").textContent = finding(statistic);
   const how = state.compared?.isPaired
@@ -174,7 +175,6 @@ WHERE statistic = ${name}
 export function beginHeatmap() {
   by("statistic").onchange = ({ target }) => choose({ statistic: target.value });
   by("own").onchange = ({ target }) => choose({ ownRange: target.checked });
-  const own = ["mean", "standard_error", "documents", "count"];
   const other = ["other_mean", "difference", "difference_standard_error", "q"];
   const rows = () => {
     const numbers = state.numbers[chosen.statistic];
@@ -187,19 +187,19 @@ export function beginHeatmap() {
     ];
     return allHeads().map((i) => [
       labelAt(i),
-      ...own.map((name) => numbers[name][i]),
+      ...SUMMARY.map((name) => numbers[name][i]),
       ...(compared ? beside(i) : []),
     ]);
   };
-  const asked = () => state.known.get(JSON.stringify([scope(), false]))?.sql?.join("\n");
   by("heat-card").append(
     behind({
       askSql: offer,
       plot: by("heatmap"),
       name: () => chosen.statistic,
       rows,
-      columns: () => ["head", ...own, ...(state.compared ? other : [])],
-      sql: () => (state.compared ? comparedSql() : (asked() ?? summariesSql(chosen.statistic))),
+      columns: () => ["head", ...SUMMARY, ...(state.compared ? other : [])],
+      sql: () =>
+        state.compared ? comparedSql() : (sqlOfHeads(scope()) ?? summariesSql(chosen.statistic)),
     }),
   );
 }

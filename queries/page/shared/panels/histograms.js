@@ -41,11 +41,17 @@ export function makeHistograms() {
   by("histograms").replaceChildren(...state.histograms.values());
 }
 
-// The histograms of the chosen head. Whether they are still asked for once they are there.
+const histogramsQuery = () => ({
+  kind: "histograms",
+  scope: scope(),
+  head: head(),
+  statistics: chosen.shown,
+});
+
+// The histograms of the chosen head. False if something else was chosen while they were asked for.
 export async function showHistograms(turn) {
   const began = performance.now();
-  const query = { kind: "histograms", scope: scope(), head: head(), statistics: chosen.shown };
-  const answer = await tryToAsk(query);
+  const answer = await tryToAsk(histogramsQuery());
   if (!answer || turn !== turns.head) return false;
   state.sql.histograms = answer.sql?.join("\n") ?? histogramsSql();
   by("brush-note").textContent =
@@ -65,8 +71,7 @@ export async function showHistograms(turn) {
 export async function showUnderBrushes() {
   if (!chosen.brushes.size) return;
   const turn = turns.head;
-  const query = { kind: "histograms", scope: scope(), head: head(), statistics: chosen.shown };
-  const answer = await tryToAsk({ ...query, brushes: brushList() });
+  const answer = await tryToAsk({ ...histogramsQuery(), brushes: brushList() });
   if (!answer || turn !== turns.head) return;
   for (const name of chosen.shown) {
     state.histograms.get(name).drawOwn(answer.histograms[name].counts);

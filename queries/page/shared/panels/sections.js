@@ -24,19 +24,16 @@ const MOST_SECTIONS = 24;
 
 export async function showSections(turn) {
   const statistic = chosen.statistic;
-  const measured = sections().filter((one) =>
-    state.overview.runs.find(({ run_id }) => run_id === one.run_id).statistics.includes(statistic),
-  );
+  const runOf = (one) => state.overview.runs.find(({ run_id }) => run_id === one.run_id);
+  const measured = sections().filter((one) => runOf(one).statistics.includes(statistic));
   const shown = measured.slice(0, MOST_SECTIONS);
   by("sections-card").hidden = shown.length < 2 || !mayAskForAll();
   if (by("sections-card").hidden) return;
   const means = [];
   for (const one of shown) {
-    means.push(
-      (await aboutHeads({ ...scope(), subset: null, layers: null, ...one }, statistic))?.values[
-        statistic
-      ]?.mean,
-    );
+    const whole = { ...scope(), subset: null, layers: null, ...one };
+    const about = await aboutHeads(whole, statistic);
+    means.push(about?.values[statistic]?.mean);
     if (turn !== turns.all) return;
   }
   const looks = rangeOf(
@@ -49,9 +46,8 @@ export async function showSections(turn) {
   const small = (one, i) => {
     const show = () => choose({ run_id: one.run_id, intervention: one.intervention, other: null });
     const isChosen = one.run_id === chosen.run_id && one.intervention === chosen.intervention;
-    const { model } = state.overview.runs.find(({ run_id }) => run_id === one.run_id);
     const name = button(breakable(sectionName(one)), show, {
-      title: model,
+      title: runOf(one).model,
       "aria-pressed": String(isChosen),
     });
     const options = {
