@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import duckdb
 
 from headcount.queries.open.column_facts import views_read
-from headcount.queries.open.opened_runs import OpenedRuns
+from headcount.queries.open.opened_runs import OpenedRuns, said_by
 from headcount.queries.open.shipped_views import base_names, unmeasured_statistic, way_to
 from headcount.schemas.errors import QueryError, printable, unknown_among
 from headcount.schemas.filled_tables import TABLES
@@ -47,7 +47,7 @@ class SqlMistake(QueryError):
 
 def query_error(error: Exception) -> SqlMistake:
     """Say in one line what DuckDB says in many."""
-    message = str(error)
+    message = said_by(error)
     if isinstance(error, OUT_OF_MEMORY) or "Out of Memory" in message:
         return SqlMistake(NEEDS_MEMORY)
     if "data-modifying" in message or "containing a COPY" in message:

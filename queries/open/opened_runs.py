@@ -35,7 +35,7 @@ from headcount.queries.open.table_sql import (
     source_sql,
 )
 from headcount.queries.open.verified_files import Tell, changing_too_fast, verified
-from headcount.schemas.errors import QueryError
+from headcount.schemas.errors import QueryError, StoreError
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import Place, StorePath, place
 from headcount.schemas.tables import HEADS
@@ -259,7 +259,7 @@ class OpenedRuns:
                 # To make a view opens files; one that reads the same files stays.
                 if sql == self._source_views[name]:
                     continue
-                if _problem(cursor, f"CREATE OR REPLACE VIEW internal.{name} AS {sql}"):
+                if _error_of(cursor, f"CREATE OR REPLACE VIEW internal.{name} AS {sql}"):
                     unfit_sources.append(source)
                 else:
                     self._source_views[name] = sql
@@ -291,10 +291,14 @@ class OpenedRuns:
         misfits: list[str] = []
         for run in self.runs:
             # Only planned, not run: that is enough to compare the columns of its files.
-            why = _problem(cursor, f"EXPLAIN {source_sql(source, [run])}")
+            error = _error_of(cursor, f"EXPLAIN {source_sql(source, [run])}")
+            why = "" if error is None else said_by(error).partition("\n")[0]
             # A file that was merged into another one is gone: the caller looks again.
-            if why is None or is_of_gone_file(why):
+            if error is None or is_of_gone_file(str(error)):
                 fitting.append(run)
+            elif str(error).startswith(CALLS):
+                # What the store has not given may be whole: an answer without it is wrong.
+                raise StoreError(f"{run.directory.path}: cannot be read ({why})")
             else:
                 misfits.append(
                     f"{run.directory.path}: the files of table {source.table.name} do not fit the "
@@ -307,9 +311,29 @@ class OpenedRuns:
         self.left_out += misfits
 
 
+CALLS = "Traceback (most recent call last)"
+"""How DuckDB's message begins where a file system in Python failed, which stores are read with."""
+
+CALLED = re.compile(r"^\w+: (?:\[Errno \d+\] )?(.*)", re.MULTILINE)
+"""The line behind the calls, with the kind of the error and what it says."""
+
+GONE = re.compile("No such file|No files found|^FileNotFoundError", re.MULTILINE)
+
+
 def is_of_gone_file(message: str) -> bool:
     """Whether DuckDB says that a file is gone, which somebody may have merged meanwhile."""
-    return "No such file" in message or "No files found" in message
+    return GONE.search(message) is not None
+
+
+def said_by(error: Exception) -> str:
+    """What an error of DuckDB says, without the calls that led to one of a store.
+
+    >>> said_by(duckdb.Error(f"{CALLS}:\\n  File …\\nOSError: [Errno 5] no answer\\n\\nLINE 1: …"))
+    'no answer'
+    """
+    message = str(error)
+    error_behind = CALLED.search(message) if message.startswith(CALLS) else None
+    return error_behind[1] if error_behind else message
 
 
 def _with_verified_sources(run: Run, sources: Iterable[str], tell: Tell) -> Run:
@@ -328,10 +352,10 @@ def _with_verified_sources(run: Run, sources: Iterable[str], tell: Tell) -> Run:
         compared |= tables
 
 
-def _problem(cursor: duckdb.DuckDBPyConnection, sql: str) -> str | None:
-    """The first line of what DuckDB says against a statement. None if it ran."""
+def _error_of(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Error | None:
+    """What DuckDB has against a statement. None if it ran."""
     try:
         cursor.execute(sql)
     except duckdb.Error as error:
-        return str(error).partition("\n")[0]
+        return error
     return None

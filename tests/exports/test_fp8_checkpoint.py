@@ -21,11 +21,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from headcount.schemas.errors import ModelError, QueryError
 from tests.exports.test_exports import HEADS, KV_HEADS, LAYERS, write_toy
-from tests.toys.commands import printed
+from tests.toys.commands import error_of, printed
 from tests.toys.toy_models import family, gpt2, save_model
-from tests.toys.toy_runs import one_line
 
 INDEX = "model.safetensors.index.json"
 
@@ -51,9 +49,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def export(home: Path, checkpoint: Path, folder: Path, *words: object) -> str:
-    words = ("fp8-kv-checkpoint", home / "runs", "--checkpoint", checkpoint, "-o", folder, *words)
-    return printed("export", *words)
+def export(home: Path, checkpoint: Path, folder: Path, *words: object) -> tuple[object, ...]:
+    """The command that writes a checkpoint with scales."""
+    runs = home / "runs"
+    return ("export", "fp8-kv-checkpoint", runs, "--checkpoint", checkpoint, "-o", folder, *words)
+
+
+def refused(words: tuple[object, ...], message: str) -> None:
+    told = error_of(*words)
+    assert re.search(message, told), told
+    assert "\n" not in told
 
 
 def read_as_vllm(folder: Path) -> dict[str, list[float]]:
@@ -106,7 +111,7 @@ def test_vllm_finds_every_scale_and_transformers_the_same_model(
     tmp_path: Path,
 ):
     folder = tmp_path / "made"
-    output = export(home, home / name, folder, "--strategy", strategy)
+    output = printed(*export(home, home / name, folder, "--strategy", strategy))
     assert "note: attention modules: model.layers.{layer}.self_attn\n" in output
     assert read_as_vllm(folder) == {
         f"model.layers.{layer}.self_attn.attn.{letter}_scale": [n / 64 for n in of_layers[layer]]
@@ -125,7 +130,7 @@ def test_vllm_finds_every_scale_and_transformers_the_same_model(
     assert weights.stat().st_nlink >= 2
     assert (folder / "tokenizer.json").is_file() == (name == "one")
     # The same command makes the same folder in place of this one.
-    export(home, home / name, folder, "--strategy", strategy, "--replace")
+    printed(*export(home, home / name, folder, "--strategy", strategy, "--replace"))
     if name == "many":
         sizes = json.loads((folder / INDEX).read_text())["metadata"]
         scales = 4 * LAYERS * (HEADS + 2 * KV_HEADS)
@@ -136,7 +141,7 @@ def test_vllm_finds_every_scale_and_transformers_the_same_model(
 def test_scales_stand_below_a_module_that_has_the_name_of_vllms_layer(home: Path, tmp_path: Path):
     """vLLM puts no second `attn` into a name, and finds no `h.0.attn.k_scale` in GPT-2."""
     save_model(tmp_path / "gpt2", gpt2(n_layer=LAYERS))
-    export(home, tmp_path / "gpt2", tmp_path / "made")
+    printed(*export(home, tmp_path / "gpt2", tmp_path / "made"))
     assert load_file(tmp_path / "made/kv_scales.safetensors").keys() == {
         f"transformer.h.{layer}.attn.attn.{letter}_scale"
         for layer in range(LAYERS)
@@ -146,7 +151,7 @@ def test_scales_stand_below_a_module_that_has_the_name_of_vllms_layer(home: Path
 
 def test_a_scheme_joins_the_config_of_weights_that_are_quantised(home: Path, tmp_path: Path):
     copy = _changed(home, tmp_path, quantization_config=QUANTISED | {"kv_cache_scheme": None})
-    export(home, copy, tmp_path / "made")
+    printed(*export(home, copy, tmp_path / "made"))
     config = json.loads((tmp_path / "made/config.json").read_text())
     assert "compression_config" not in config
     scheme = config["quantization_config"].pop("kv_cache_scheme")
@@ -189,15 +194,15 @@ def test_a_checkpoint_that_cannot_take_the_scales_is_refused_in_a_line(
     tmp_path: Path,
 ):
     copy = _changed(home, tmp_path, tensors, **config)
-    with one_line(QueryError, message):
-        export(home, copy, tmp_path / "made", *words)
+    refused(export(home, copy, tmp_path / "made", *words), message)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
 def test_a_checkpoint_is_not_replaced_by_its_export(home: Path, tmp_path: Path):
     copy = _changed(home, tmp_path)
-    with one_line(QueryError, "is the checkpoint itself; expected another folder"):
-        export(home, copy, copy, "--replace")
+    refused(
+        export(home, copy, copy, "--replace"), "is the checkpoint itself; expected another folder"
+    )
 
 
 def test_a_folder_has_no_adapter_that_was_not_measured(home: Path, tmp_path: Path):
@@ -209,25 +214,29 @@ def test_a_folder_has_no_adapter_that_was_not_measured(home: Path, tmp_path: Pat
         (model / name).write_bytes(b"{}")
     scan = ("fp8-kv-checkpoint", tmp_path / "runs", "--model", model, "-o", made)
     scan = (*scan, "--set", "sequences=2", "--set", "n_ctx=12")
-    with one_line(ModelError, 'set adapter = "apply" to measure the weights with it, or "ignore"'):
-        printed("export", *scan)
-    with one_line(QueryError, "merge it into the weights, and name the result with --checkpoint"):
-        printed("export", *scan, "--set", "adapter=apply")
+    told = error_of("export", *scan)
+    assert 'set adapter = "apply" to measure the weights with it, or "ignore"' in told
+    told = error_of("export", *scan, "--set", "adapter=apply")
+    assert "merge it into the weights, and name the result with --checkpoint" in told
     assert not (tmp_path / "runs").exists()
     printed("export", *scan, "--set", "adapter=ignore")
     assert not list(made.glob("adapter*"))
     assert (made / "kv_scales.safetensors").is_file()
     # This run says nothing of an adapter, as its model had none.
-    with one_line(QueryError, r"has an adapter \(adapter_config.json and adapter_model"):
-        export(home, model, tmp_path / "other")
+    refused(
+        export(home, model, tmp_path / "other"),
+        r"has an adapter \(adapter_config.json and adapter_model",
+    )
 
 
 def test_another_checkpoint_is_not_replaced(home: Path, tmp_path: Path):
     """Names of its files are those of the export, but for the scales."""
     shutil.copytree(home / "many", tmp_path / "made")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
-    with one_line(QueryError, "which is no part of this export; choose another"):
-        export(home, home / "many", tmp_path / "made", "--replace")
+    refused(
+        export(home, home / "many", tmp_path / "made", "--replace"),
+        "which is no part of this export; choose another",
+    )
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before
 
 
@@ -235,7 +244,7 @@ def test_of_an_index_and_one_file_the_file_is_what_models_are_read_from(home: Pa
     copy = _changed(home, tmp_path, {})
     index = {"weight_map": {"model.layers.0.self_attn.q_proj.weight": "absent.safetensors"}}
     (copy / INDEX).write_text(json.dumps(index))
-    export(home, copy, tmp_path / "made")
+    printed(*export(home, copy, tmp_path / "made"))
     assert read_as_vllm(tmp_path / "made").keys() == SCALES
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     tokens = torch.arange(12)[None]

@@ -1,6 +1,7 @@
 """What can be refused is refused before anything is measured: no run is there afterwards."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headcount.exports.formats import export_formats
-from headcount.schemas.errors import HeadcountError, QueryError
-from tests.toys.commands import printed
+from tests.toys.commands import error_of
 from tests.toys.toy_models import family, save_model
 from tests.toys.toy_runs import Cell, write_run
 
@@ -24,9 +24,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(words: str, message: str, model: str = MODEL) -> None:
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
-    with pytest.raises(HeadcountError, match=message) as caught:
-        printed("export", *words.split(), "--model", model)
-    assert "\n" not in str(caught.value)
+    told = error_of("export", *words.split(), "--model", model)
+    assert re.search(message, told), told
+    assert "\n" not in told
     assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
 
 
@@ -126,21 +126,20 @@ def test_a_run_that_lacks_what_is_needed_is_not_to_be_resumed(home: Path):
     """To finish it would take hours, in vain."""
     half: Cell = lambda _: 0.5  # noqa: E731
     write_run(home / "runs", "a-1", {"sink_mass": half}, commit=[0])
-    with pytest.raises(QueryError, match="did not measure duplicate_score") as caught:
-        printed("export", "duo", "runs", "-o", "x")
-    assert "resume" not in str(caught.value)
+    told = error_of("export", "duo", "runs", "-o", "x")
+    assert "did not measure duplicate_score" in told
+    assert "resume" not in told
     copies = {"duplicate_score": half, "induction_score": half}
     write_run(home / "other", "a-1", copies, family="repeated_random", commit=[0])
-    with pytest.raises(QueryError, match=r"is not complete: .*; headcount resume \S+/run_id=a-1 "):
-        printed("export", "razor", "other", "-o", "x")
+    told = error_of("export", "razor", "other", "-o", "x")
+    assert re.search(r"is not complete: .*; headcount resume \S+/run_id=a-1 ", told), told
 
 
 @pytest.mark.parametrize("words", ["headkv --recent 1", "duo --recent 1", "important-heads"])
 def test_a_list_of_effects_asks_for_a_calibration(words: str, home: Path):
     write_run(home / "runs", "a-1", {"sink_mass": lambda _: 0.5})
     message = "this scan would do, then headcount calibrate of its run; --model MODEL runs both"
-    with pytest.raises(QueryError, match=message):
-        printed("export", *words.split(), "runs", "--score", "effect", "-o", "x")
+    assert message in error_of("export", *words.split(), "runs", "--score", "effect", "-o", "x")
 
 
 @pytest.mark.parametrize(("threshold", "heads"), [("0.99", "0"), ("0.01", "4")])
@@ -150,6 +149,5 @@ def test_a_threshold_that_chooses_all_or_none_makes_no_list(threshold: str, head
     write_toy(home / "runs", "a-1", {"distant_mass(1,1)": of_heads(DISTANT)})
     words = ("duo", "runs", "-o", "x", "--score", "distant", "--sink", 1, "--recent", 1)
     message = f"--threshold {threshold}: {heads} of 4 KV heads of run a-1 reach it, which is no "
-    with pytest.raises(QueryError, match=message):
-        printed("export", *words, "--threshold", threshold)
+    assert message in error_of("export", *words, "--threshold", threshold)
     assert not Path("x").exists()

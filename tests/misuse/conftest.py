@@ -1,16 +1,14 @@
 """The command line in this process, in a folder with models and runs."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import headcount.command_line
-from headcount.jobs import endings
 from tests.tools.processes import kept_endings
 from tests.toys import toy_models as toy
+from tests.toys.commands import ended
 from tests.toys.toy_runs import Cell, write_run
 
 Command = Callable[..., tuple[int, list[str]]]
@@ -62,26 +60,18 @@ def loaded_model(model: Path) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Commands leave this process as it was."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    # Each that fails would have this process killed if its end takes long.
-    monkeypatch.setattr(endings, "_exit_for_sure", sys.exit)
+def _nothing_stays() -> Iterator[None]:
+    """What is called in Python leaves this process as it was."""
     with kept_endings():
         yield
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command() -> Command:
     """Runs `headcount …` in this process: exit code and lines of stderr."""
 
     def run(*arguments: str | Path) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["headcount", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            headcount.command_line.main()
-        code = stopped.value.code
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err + captured.out
-        return code if isinstance(code, int) else 0, captured.err.splitlines()
+        end = ended(*arguments)
+        return end.code, end.stderr.splitlines()
 
     return run

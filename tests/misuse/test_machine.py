@@ -29,7 +29,7 @@ from tests import ROOT
 from tests.misuse.conftest import Command
 from tests.tools.processes import DIES_WITH_ITS_PARENT
 from tests.toys import toy_runs
-from tests.toys.commands import printed
+from tests.toys.commands import ended, printed
 
 SCAN = """
 model = "bundled:gpt2-mini"
@@ -311,11 +311,11 @@ def test_help_is_found_by_letter_and_a_run_by_name(runs: Path, monkeypatch: pyte
         assert "every shard is committed" in printed("status", run)
 
 
-def test_watching_ends_with_the_run(runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
+def test_watching_ends_with_the_run(runs: Path):
     our_end, its_end = pty.openpty()
-    with open(its_end, "w") as terminal, monkeypatch.context() as m:
-        m.setattr(sys, "stdout", terminal)
-        assert command("status", runs / "run_id=toy-1a2b3c4d", "--watch") == (0, [])
+    with open(its_end, "w") as terminal:
+        run = runs / "run_id=toy-1a2b3c4d"
+        assert ended("status", run, "--watch", stdout_to=terminal) == (0, "", "")
     shown, line = b"", b"complete  every shard is committed"
     # A terminal hands over what it has in pieces.
     while line not in shown and select.select([our_end], [], [], 10)[0]:
@@ -324,18 +324,15 @@ def test_watching_ends_with_the_run(runs: Path, command: Command, monkeypatch: p
     os.close(our_end)
 
 
-def test_a_command_that_reads_runs_says_so_on_a_terminal(
-    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_command_that_reads_runs_says_so_on_a_terminal(runs: Path, tmp_path: Path):
     for words in (("report", runs, "-o", tmp_path / "report.html"), ("text", runs, "9")):
         our_end, its_end = pty.openpty()
         shown: list[bytes] = []
         # The terminal takes only some kilobytes that nobody has read.
         reader = threading.Thread(target=read_terminal, args=(our_end, shown))
-        with open(its_end, "w") as terminal, monkeypatch.context() as m:
+        with open(its_end, "w") as terminal:
             reader.start()
-            m.setattr(sys, "stderr", terminal)
-            command(*words)
+            ended(*words, stderr_to=terminal)
         reader.join()
         os.close(our_end)
         assert b"reading the run" in b"".join(shown), words

@@ -27,9 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from headcount import app
+from tests.toys.commands import ended
 
 FILE_TO_SAVE = re.compile(r"`([\w.-]+)`:\n\n```\w+\n(?P<content>.*?)```\n", re.DOTALL)
 
@@ -140,10 +138,9 @@ def run_headcount(command: str) -> str:
     arguments = shlex.split(command, comments=True)[1:]
     if arguments[0] == "explore":
         return run_until_it_serves(arguments)
-    result = CliRunner().invoke(app, arguments, prog_name="headcount")
-    if result.exit_code != 0:
-        raise AssertionError(f"{command}\n{result.output}{result.exception!r}")
-    return result.stdout
+    end = ended(*arguments)
+    assert end.code == 0, f"{command}\n{end.output}"
+    return end.stdout
 
 
 HEADCOUNT = Path(sys.executable).parent / "headcount"

@@ -43,21 +43,15 @@ import runpy
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.queries.ask.asking import open_runs
+from tests.toys.commands import printed
 from tests.toys.runs_here import measure_here
 
 
 def run(**fields):
     sizes = {"n_ctx": 16, "sequences": 6, "sequences_per_shard": 2}
     return measure_here(fields | sizes | {"model": "bundled:attn-only-2l-mini"}, fields["out"])
-
-
-def headcount(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, (result.output, result.exception)
 
 
 run(
@@ -73,7 +67,7 @@ untouched = [row[1:] for row in rows if row[0] == "none"]
 # Values change no pattern of the layer that reads them.
 assert len(untouched) == 16 and changed[:8] == untouched[:8] and changed != untouched, rows
 assert steps.rows("SELECT count(*) FROM restless_sinks") == [(32,)]
-headcount("reproduce", "copying.toml", "--json", "copying.json")
+printed("reproduce", "copying.toml", "--json", "copying.json")
 
 plan = run(
     out="layers", statistics=["sink_mass"], layer_statistics=["update_norm"],
@@ -82,7 +76,7 @@ plan = run(
 query = "SELECT intervention, layer, sequence, update_norm FROM layers ORDER BY ALL"
 rows = open_runs(plan.run.path).rows(query)
 assert len(rows) == 2 * 2 * 6, len(rows)
-headcount("compact", plan.run.path)
+printed("compact", plan.run.path)
 assert len(list(Path(plan.run.path).glob("layers/*/merged-*.parquet"))) == 2
 merged = open_runs(plan.run.path)
 assert merged.rows(query) == rows

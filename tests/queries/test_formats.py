@@ -8,7 +8,6 @@ import io
 import json
 import os
 import signal
-import sys
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -16,17 +15,14 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
-from headcount.command_line import main
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.formats import Format, write
 from headcount.queries.ask.text_tables import write_table
 from tests import ROOT
 from tests.tools.processes import Command
-from tests.toys.commands import printed
+from tests.toys.commands import ended, error_of, printed
 
 NUMBERS = "range(100000000000) a, range(10000) b"
 ENDLESS = f"SELECT count(*) FROM {NUMBERS} WHERE a.range % 7 = b.range % 3"
@@ -209,8 +205,7 @@ def test_a_file_stays_until_the_answer_is_whole(small: Path, tmp_path: Path) -> 
     file = tmp_path / "a.csv"
     file.write_text("old")
     query = "SELECT CASE WHEN i = 50000 THEN error('broken') ELSE i END AS i FROM range(60000) t(i)"
-    result = CliRunner().invoke(app, ["query", str(small), query, "-o", str(file)])
-    assert result.exit_code != 0
+    assert "broken" in error_of("query", small, query, "-o", file)
     assert [(left.name, left.read_text()) for left in tmp_path.iterdir()] == [("a.csv", "old")]
     (tmp_path / "link.csv").symlink_to(file)
     printed("query", small, "SELECT 1 AS a", "-o", str(tmp_path / "link.csv"))
@@ -262,27 +257,15 @@ def test_a_reader_may_leave(small: Path, tmp_path: Path, answer_format: str) -> 
     assert command.ended() == (0, "", "")
 
 
-def test_any_encoding_is_written(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    query = "SELECT 'é' AS a, NULL AS b"
-
-    def ended(*options: str) -> tuple[int | str | None, bytes, str]:
-        """Exit code, stdout and stderr of a process whose stdout is ASCII."""
-        written = io.BytesIO()
-        stdout = io.TextIOWrapper(written, encoding="ascii", write_through=True)
-        monkeypatch.setattr(sys, "stdout", stdout)
-        monkeypatch.setattr(sys, "argv", ["headcount", "query", str(small), query, *options])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, written.getvalue(), capsys.readouterr().err
-
-    code, stdout, stderr = ended()
-    assert stdout.split() == [b"a", b"b", b"-----", b"\\xe9", b"-"]
-    assert (code, stderr) == (0, "")
-    code, _, stderr = ended("--format", "csv")
-    assert stderr.startswith("error: stdout is ascii, which has no '\\xe9'; -o FILE.csv")
-    assert code == 2
+def test_any_encoding_is_written(small: Path) -> None:
+    words = ("query", small, "SELECT 'é' AS a, NULL AS b")
+    written = io.BytesIO()
+    stdout = io.TextIOWrapper(written, encoding="ascii", write_through=True)
+    assert ended(*words, stdout_to=stdout) == (0, "", "")
+    assert written.getvalue().split() == [b"a", b"b", b"-----", b"\\xe9", b"-"]
+    end = ended(*words, "--format", "csv", stdout_to=stdout)
+    assert end.stderr.startswith("error: stdout is ascii, which has no '\\xe9'; -o FILE.csv")
+    assert end.code == 2
 
 
 def test_ctrl_c_ends_a_query_in_one_line(small: Path) -> None:

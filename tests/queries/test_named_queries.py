@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.mistakes import SqlMistake
 from headcount.schemas.errors import QueryError
-from tests.toys.commands import printed
+from tests.toys.commands import ended, printed
 from tests.toys.toy_runs import Cell, Row, write_run
 
 LAYERS, HEADS, SEQUENCES = 2, 6, 9
@@ -71,9 +69,9 @@ def test_a_limit_that_hides_runs_is_said(path: Path) -> None:
     """Rows of a view are ordered by run, unless they are ranked."""
 
     def note(*words: object) -> list[str]:
-        result = CliRunner().invoke(app, ["query", str(path), *map(str, words)])
-        assert result.exit_code == 0, result.output
-        return result.stderr.splitlines()
+        end = ended("query", path, *words)
+        assert end.code == 0, end.output
+        return end.stderr.splitlines()
 
     of_first = "note: only rows of run a-1 are shown, of 3 runs; see also: "
     assert note("by_head", "--limit", 10) == [f"{of_first}FROM by_head WHERE run_id = 'b-2'"]
@@ -232,9 +230,8 @@ def test_uniform_baselines_are_one_row_per_statistic(database: RunDatabase) -> N
 
 def test_parameters_on_the_command_line_and_in_sql_are_the_same(path: Path) -> None:
     options = ("--limit", "3", "--format", "csv")
-    out = printed("query", path, "outliers", "--statistic=entropy", "--k", "1", *options)
     # Of a view, a note says that the limit hides runs.
-    rows, _, _ = out.partition("note: ")
+    rows = ended("query", path, "outliers", "--statistic=entropy", "--k", "1", *options).stdout
     assert rows == printed("query", path, "FROM outliers(statistic := 'entropy', k := 1)", *options)
     assert rows.count("\n") == 4
     out = printed("query", path, "outliers", "--help")

@@ -10,13 +10,11 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pytest
-from typer.testing import CliRunner
 
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.formats import Format, rows_to_read, write
 from headcount.queries.ask.text_tables import COUNTED_ROWS
-from headcount.queries.commands.query import commands
 from headcount.queries.open.base_views import MACROS
 from headcount.queries.open.descriptions import VIEWS
 from headcount.queries.open.named_queries import QUERIES
@@ -25,6 +23,7 @@ from headcount.queries.open.table_sql import SOURCES, source_sql
 from headcount.schemas.errors import QueryError
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.statistics import STATISTICS
+from tests.toys.commands import ended
 from tests.toys.toy_runs import (
     Cell,
     Row,
@@ -281,8 +280,7 @@ def test_only_whole_committed_files_count(tmp_path: Path, capfd: Any) -> None:
         (["report", str(tmp_path), "-o", str(tmp_path / "report.html")], told),
         (["query", str(tmp_path), "SELECT count(*) FROM heads"], [*told, of_answer]),
     ):
-        result = CliRunner().invoke(commands, words, catch_exceptions=False)
-        assert result.stderr.splitlines() == lines
+        assert ended(*words).stderr.splitlines() == lines
 
 
 def test_a_commit_cannot_point_elsewhere(tmp_path: Path) -> None:
@@ -517,7 +515,6 @@ def test_a_query_is_asked_once_however_many_rows_there_are(database: RunDatabase
 
 
 def test_the_command_lists_views(small: Path) -> None:
-    result = CliRunner().invoke(commands, ["query", str(small)], catch_exceptions=False)
-    listing = result.stdout.splitlines()
+    listing = ended("query", small).stdout.splitlines()
     assert listing[0].split()[:4] == ["heads", "One", "row", "per"]
     assert len(listing) == len(VIEWS) + len(list(QUERIES.rglob("*.sql")))

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.schemas.errors import HeadcountError
 from headcount.workers.run_model import RunModel
-from tests.toys.commands import printed
+from tests.toys.commands import ended, error_of, printed
 from tests.toys.toy_runs import ask
 
 TEXTS = "text\nHello there!\x1b[2J and on it goes\nDer Bär ißt große Äpfel heute\n"
@@ -103,8 +101,8 @@ def test_a_model_that_moved_is_named_and_another_is_refused(home: Path, tmp_path
     run = run_of(moved)
     manifest = run / "manifest.json"
     manifest.write_text(manifest.read_text().replace(str(home / "bytes"), "/nowhere/bytes"))
-    with pytest.raises(HeadcountError, match="no such directory; --model PATH says where"):
-        printed("text", run, "0", "--head", "L0H0")
+    told = error_of("text", run, "0", "--head", "L0H0")
+    assert "no such directory; --model PATH says where" in told
     shown = printed("text", run, "0", "--model", moved / "bytes")
     assert shown.endswith(printed("text", run_of(home), "0").partition("\n")[2])
     other = toy.save_byte_model(tmp_path / "other")
@@ -118,6 +116,6 @@ def test_a_model_without_a_tokenizer_shows_numbers(home: Path, tmp_path: Path) -
     moved = shutil.copytree(home, tmp_path / "moved")
     (moved / "bytes" / "tokenizer.json").unlink()
     words = ["text", str(run_of(moved)), "0", "--model", str(moved / "bytes")]
-    result = CliRunner().invoke(app, words)
+    result = ended(*words)
     assert "note: token numbers are shown: " in result.stderr
     assert re.search(r"^ 0  \d+\|\d+\|", result.stdout, flags=re.MULTILINE)

@@ -11,9 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.reproduce.published_texts import (
     DATA_SETS,
     GPT2_TOKENS,
@@ -26,13 +24,13 @@ from headcount.reproduce.published_texts import (
     recipe_tokenizer,
     short_texts,
 )
-from headcount.schemas.errors import CorpusError, ModelError, RunError
+from headcount.schemas.errors import RunError
 from headcount.schemas.files.input_files import ROOTS
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.toys import published
+from tests.toys.commands import error_of, printed
 from tests.toys.toy_models import byte_tokenizer
-from tests.toys.toy_runs import one_line
 
 ROWS = 200
 """Rows of each toy data set. A few are too short to be drawn."""
@@ -81,15 +79,11 @@ def tokenizer_of_size(directory: Path, size: int) -> Path:
     return directory
 
 
+TEXTS = ("reproduce", "texts")
+
+
 def tokenizer_of_gpt2(directory: Path) -> TextTokenizer:
     return recipe_tokenizer(RECIPES["sink_circuit"], str(directory))
-
-
-def run_texts(*words: object) -> tuple[str, Exception | None]:
-    result = CliRunner().invoke(app, ["reproduce", "texts", *map(str, words)])
-    error = result.exception
-    assert error is None or isinstance(error, Exception)
-    return result.output, error
 
 
 def tidied(name: str) -> list[str]:
@@ -108,8 +102,7 @@ def read_csv(file: Path) -> list[Text]:
 def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.csv"
     options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]
-    output, error = run_texts("sink_circuit", *options, "--seed", 7)
-    assert error is None
+    output = printed(*TEXTS, "sink_circuit", *options, "--seed", 7)
     assert "the source has published no such texts to compare these with" in output
     generator = random.Random(7)
     expected: list[Text] = []
@@ -125,9 +118,8 @@ def test_short_texts_come_from_all_three(copies: Path, tokenizer: Path, tmp_path
         (text.text, text.dataset) for text in expected
     ]
     file.unlink()
-    output, error = run_texts("sink_circuit", *options)
-    assert isinstance(error, RunError)
-    assert "the texts of sst2 are not those of the source, and nothing was written" in str(error)
+    error = error_of(*TEXTS, "sink_circuit", *options)
+    assert "the texts of sst2 are not those of the source, and nothing was written" in error
     assert not file.exists()
 
 
@@ -139,25 +131,21 @@ def test_copies_are_read_as_the_input_of_a_scan_is(
     inside, saved = tmp_path / "sst2" / "train.csv", tmp_path / "sst2" / "state.json"
     card = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
     inside.symlink_to("/proc/self/environ")
-    _, error = run_texts("sink_circuit", *options)
-    assert "lies in /proc" in str(error)
+    assert "lies in /proc" in error_of(*TEXTS, "sink_circuit", *options)
     inside.rename(tmp_path / "link.csv")
     (tmp_path / "sst2" / "README.md").write_text(card.format(tmp_path / "link.csv"))
-    _, error = run_texts("sink_circuit", *options)
-    assert "lies in /proc" in str(error)
+    assert "lies in /proc" in error_of(*TEXTS, "sink_circuit", *options)
     saved.write_text('{"_data_files": [{"filename": "../../../../../../proc/self/environ"}]}')
-    _, error = run_texts("sink_circuit", *options)
-    assert "lies in /proc" in str(error)
+    assert "lies in /proc" in error_of(*TEXTS, "sink_circuit", *options)
     saved.unlink()
     saved.symlink_to("/proc/self/environ")
-    _, error = run_texts("sink_circuit", *options)
-    assert "lies in /proc" in str(error)
+    assert "lies in /proc" in error_of(*TEXTS, "sink_circuit", *options)
     monkeypatch.setenv(ROOTS, f"{tmp_path}:{tokenizer}")
     for name in ("sst2", "gsm8k", "openai_humaneval"):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
         (tmp_path / name).symlink_to(copies / name)
-        _, error = run_texts("sink_circuit", *options)
-        assert "lies outside of the directories" in str(error)
+        error = error_of(*TEXTS, "sink_circuit", *options)
+        assert "lies outside of the directories" in error
         (tmp_path / name).unlink()
 
 
@@ -177,7 +165,7 @@ def test_qwen_reads_texts_that_its_own_tokenizer_counts(
     content["model"]["merges"] = [[letter, letter] for letter in letters]
     (own / "tokenizer.json").write_text(json.dumps(content))
     options = ["--from", copies, "-o", file, "--tokenizer"]
-    assert run_texts("sink_circuit_qwen", *options, own)[1] is None
+    printed(*TEXTS, "sink_circuit_qwen", *options, own)
     texts = read_csv(file)
     cutter = recipe_tokenizer(RECIPES["sink_circuit_qwen"], str(own))
     assert {len(tokens) for tokens in cutter.encode_many([text.text for text in texts])} == {40}
@@ -189,13 +177,13 @@ def test_qwen_reads_texts_that_its_own_tokenizer_counts(
         generator.shuffle(places)
         assert [each.source_index for each in texts if each.dataset == name] == places[:100]
     # GPT-2's tokenizer would cut others, and one generator draws from all three data sets.
-    with one_line(ModelError, "tokenizer has 50,257 tokens and the model 151,936"):
-        raise run_texts("sink_circuit_qwen", *options, tokenizer)[1] or AssertionError
+    error = error_of(*TEXTS, "sink_circuit_qwen", *options, tokenizer)
+    assert "tokenizer has 50,257 tokens and the model 151,936" in error
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "sst2").symlink_to(copies / "sst2")
     options[1] = tmp_path / "some"
-    with one_line(CorpusError, "sink_circuit_qwen_texts.csv needs all three data sets"):
-        raise run_texts("sink_circuit_qwen", *options, own)[1] or AssertionError
+    error = error_of(*TEXTS, "sink_circuit_qwen", *options, own)
+    assert "sink_circuit_qwen_texts.csv needs all three data sets" in error
 
 
 @pytest.mark.parametrize("name", ["sink_circuit", "sink_circuit_long"])
@@ -207,12 +195,11 @@ def test_of_copies_of_some_data_sets_the_texts_are_those_of_all_and_the_share_is
     monkeypatch.setattr("headcount.reproduce.published_texts.DATA_SETS", toys)
     options = ["--tokenizer", tokenizer, "--seed", 7]
     whole, part = tmp_path / "whole.csv", tmp_path / "part.csv"
-    assert run_texts(name, "--from", copies, "-o", whole, *options)[1] is None
+    printed(*TEXTS, name, "--from", copies, "-o", whole, *options)
     some = tmp_path / "copies"
     some.mkdir()
     (some / "gsm8k").symlink_to(copies / "gsm8k")
-    output, error = run_texts(name, "--from", some, "-o", part, *options)
-    assert error is None
+    output = printed(*TEXTS, name, "--from", some, "-o", part, *options)
     assert "sst2: no copy in" in output
     assert read_csv(part) == [text for text in read_csv(whole) if text.dataset == "gsm8k"]
     # What is there are the source's, if its fingerprint says so.
@@ -227,7 +214,7 @@ def test_of_copies_of_some_data_sets_the_texts_are_those_of_all_and_the_share_is
 def test_long_texts_are_rows_of_one_data_set(copies: Path, tokenizer: Path, tmp_path: Path) -> None:
     file = tmp_path / "texts.csv"
     options = ["--from", copies, "--tokenizer", tokenizer, "-o", file]
-    assert run_texts("sink_circuit_long", *options, "--seed", 3)[1] is None
+    printed(*TEXTS, "sink_circuit_long", *options, "--seed", 3)
     texts = read_csv(file)
     names = ["sst2", "gsm8k", "humaneval"]
     assert [text.dataset for text in texts] == names * 100
@@ -249,8 +236,8 @@ def test_long_texts_are_rows_of_one_data_set(copies: Path, tokenizer: Path, tmp_
 
 def test_the_sentence_needs_no_data_set(tmp_path: Path) -> None:
     file = tmp_path / "sentence.csv"
-    output, error = run_texts("sink_circuit_sentence", "-o", file, "--tokenizer", "no/model")
-    assert error is None
+    words = (*TEXTS, "sink_circuit_sentence", "-o", file)
+    output = printed(*words, "--tokenizer", "no/model")
     assert str(file) in output
     (text,) = read_csv(file)
     assert text.text.startswith("It was the best of times")
@@ -268,9 +255,8 @@ def test_data_sets_that_are_not_those_are_lines(
     for name, field in (("odd", "text"), ("few", "sentence")):
         (tmp_path / name / "sst2").mkdir(parents=True)
         (tmp_path / name / "sst2" / "train.jsonl").write_text(json.dumps({field: "word " * 60}))
-    _, error = run_texts("sink_circuit", "--from", folder, "--tokenizer", tokenizer)
-    with one_line(CorpusError, line):
-        raise error or AssertionError("no mistake")
+    words = (*TEXTS, "sink_circuit", "--from", folder)
+    assert line in error_of(*words, "--tokenizer", tokenizer)
 
 
 def test_rows_are_drawn_in_the_published_order(tokenizer: Path) -> None:

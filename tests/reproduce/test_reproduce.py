@@ -15,9 +15,7 @@ import duckdb
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs.console import duration
 from headcount.reproduce.published_run import estimated_time, published_command
 from headcount.reproduce.replication import (
@@ -38,6 +36,7 @@ from headcount.workers.model.info.description import find_model
 from tests.reproduce.controls import measured_runs, null_claims
 from tests.toys import published
 from tests.toys import toy_models as toy
+from tests.toys.commands import ended
 from tests.toys.toy_replications import REPLICATIONS, replication_text, toy_replication
 from tests.toys.toy_runs import one_line, without_runs
 
@@ -46,9 +45,8 @@ QUICK = "sink_circuit_no_mlp"
 
 
 def reproduce(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["reproduce", *words])
-    error = "" if result.exception is None else str(result.exception)
-    return result.exit_code, result.output + error
+    end = ended("reproduce", *words)
+    return end.code, end.output
 
 
 # Each replication

@@ -8,9 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs.run.progress import WholeProgress
 from headcount.reproduce.replication import StandInText
 from headcount.reproduce.reproduce_commands import SOMETHING_SKIPPED, texts_of_replications
@@ -19,6 +17,7 @@ from headcount.schemas.packages import PACKAGE
 from headcount.workers import known_models
 from headcount.workers.known_models import KnownModels
 from tests.toys import toy_models as toy
+from tests.toys.commands import ended
 from tests.toys.hub_server import MODEL, hub
 from tests.toys.toy_replications import REPLICATIONS, replication_text
 
@@ -65,11 +64,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def reproduce(*words: str) -> tuple[int, str, list[dict[str, Any]]]:
     """Exit code, output with the error, and the results that were written."""
-    result = CliRunner().invoke(app, ["reproduce", *words, "--json", "results.json"])
-    error = "" if result.exception is None else str(result.exception)
+    end = ended("reproduce", *words, "--json", "results.json")
     file = Path("results.json")
     results = json.loads(file.read_text()) if file.is_file() else []
-    return result.exit_code, result.output + error, results
+    return end.code, end.output, results
 
 
 def verdicts(results: list[dict[str, Any]]) -> dict[str, str]:
@@ -103,7 +101,7 @@ def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(folder: Path, gpt
     assert "1 replication measured, 4 skipped" in output
     # Of one replication nothing else can be said.
     exit_code, output, results = reproduce("absent", "--model", gpt2)
-    assert (exit_code, verdicts(results)) == (1, {"absent": "skipped"})
+    assert (exit_code, verdicts(results)) == (2, {"absent": "skipped"})
     assert "no file matches" in output
 
 
@@ -142,7 +140,7 @@ def test_a_failing_figure_and_another_model_end_differently(folder: Path, gpt2: 
     exit_code, output, results = reproduce("--all", "--model", gpt2)
     assert "1 of 2 results differ from what was published" in output
     # The front door makes 2 of an error of ours.
-    assert exit_code == 1
+    assert exit_code == 2
     assert verdicts(results) == {"a": "fail", "b": "pass", "c": "skipped"}
     # Another model's replications are no reason for a code of their own.
     (folder / "a.toml").unlink()
@@ -179,7 +177,7 @@ def test_the_sizes_are_those_of_the_revision_that_is_asked_for(
         (folder / f"of-{layers}.toml").write_text(replication_file(layers))
     with hub(tmp_path / "hub", tmp_path / "cache", monkeypatch):
         exit_code, output, _ = reproduce("--all", "--model", MODEL)
-        assert (exit_code, "expected weights as model.safetensors or" in output) == (1, True)
+        assert (exit_code, "expected weights as model.safetensors or" in output) == (2, True)
         words = ("--all", "--model", MODEL, "--set", 'revision="older"')
         exit_code, output, results = reproduce(*words)
     assert exit_code == 0, output

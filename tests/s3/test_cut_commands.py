@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs import phases
 from headcount.jobs.run.loop import missing_shards
 from headcount.schemas.errors import RunError, StoreError
@@ -22,6 +20,7 @@ from headcount.workers.inputs.store.stored_corpora import remove_corpus
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
 from tests.tools.processes import Command, Ended
+from tests.toys.commands import ended
 from tests.toys.object_stores import copied_to_store, object_store
 from tests.toys.refusals import refused
 from tests.toys.runs_here import begun, run_here
@@ -195,26 +194,26 @@ def test_upkeep_is_right_or_an_error_of_the_store(
     for number, (name, answer) in enumerate(right.items()):
         store.set_rules(some_cut(0.25, seed * 100 + number))
         sql = ["SELECT count(*) AS n FROM heads"] if name == "query" else []
-        asked = CliRunner().invoke(app, [name, str(run.parent if name == "list" else run), *sql])
-        told = f"{asked.stdout}{asked.stderr}{asked.exception or ''}"
-        if asked.exit_code:
-            assert ERROR_OF_STORE.search(f"error: {told}"), told
+        asked = ended(name, run.parent if name == "list" else run, *sql)
+        told = asked.output
+        if asked.code:
+            assert ERROR_OF_STORE.search(told), told
             assert not re.search(r"damaged|delete|headcount rm", told), told
         else:
             assert re.search(answer, told), told
     for number in range(12):
         store.set_rules(some_cut(0.25, seed * 1000 + number))
-        if CliRunner().invoke(app, ["compact", str(run)]).exit_code == 0:
+        if ended("compact", run).code == 0:
             break
     store.set_rules()
     assert compare(rows_of(run), expected) == (0, 0, 0)
     assert len(RunDirectory(run).commit_log()) == SHARDS
     sql = "SELECT sum(count) AS n FROM rollups"
     words = ["query", str(run), sql, "--format", "csv"]
-    whole = CliRunner().invoke(app, words).stdout
+    whole = ended(*words).stdout
     store.set_rules(some_cut(0.25, seed, "/rollups/|segment-"))
-    asked = CliRunner().invoke(app, words)
-    assert ERROR_OF_STORE.search(f"error: {asked.exception}") or asked.stdout == whole
+    asked = ended(*words)
+    assert ERROR_OF_STORE.search(asked.stderr) or asked.stdout == whole
 
 
 def test_what_is_removed_is_gone_although_answers_are_cut(store: S3Server, calm: RunDirectory):
@@ -222,10 +221,10 @@ def test_what_is_removed_is_gone_although_answers_are_cut(store: S3Server, calm:
         run = copied_to_store(calm, "s3://bucket/removed")
         for attempt in range(12):
             store.set_rules(some_cut(0.25, seed * 100 + attempt))
-            asked = CliRunner().invoke(app, ["rm", "--yes", str(run)])
-            if asked.exit_code == 0:
+            asked = ended("rm", "--yes", run)
+            if asked.code == 0:
                 break
-            assert ERROR_OF_STORE.search(f"error: {asked.exception}"), asked.exception
+            assert ERROR_OF_STORE.search(asked.stderr), asked.stderr
         store.set_rules()
         assert run.name not in names(run.parent)
     for at in range(0, HEAD, 60):
@@ -299,8 +298,6 @@ def test_an_iceberg_table_counts_what_lies_there_although_answers_are_cut(
     for seed in range(3):
         store.set_rules(some_cut(0.4, seed, "/heads/.*parquet"))
         words = ["export", "iceberg", str(run), "-o", str(tmp_path / f"table-{seed}")]
-        asked = CliRunner().invoke(app, words)
+        asked = ended(*words)
         assert sum(store.spent()) > 5
-        assert "80 rows of heads" in asked.output or ERROR_OF_STORE.search(
-            f"error: {asked.exception}"
-        )
+        assert "80 rows of heads" in asked.output or ERROR_OF_STORE.search(asked.stderr)

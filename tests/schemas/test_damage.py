@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
@@ -29,6 +27,7 @@ from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import Place
 from headcount.schemas.tables import ROLLUPS
+from tests.toys.commands import ended
 from tests.toys.refusals import refused
 from tests.toys.toy_runs import (
     Cell,
@@ -373,8 +372,8 @@ def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.Monkey
 
 
 def run_command(*arguments: str) -> tuple[int, list[str]]:
-    done = CliRunner().invoke(app, arguments)
-    return done.exit_code, done.stdout.splitlines()
+    done = ended(*arguments)
+    return done.code, done.stdout.splitlines()
 
 
 def test_check_names_the_damage_and_the_command_that_mends_it(
@@ -461,12 +460,12 @@ def test_a_broken_run_does_not_hide_other_runs(
     assert all(part in line for part in (str(run.path), why, "bring back a copy")), line
     assert "headcount rm" not in line
     for command in ("query", "list", "compact"):
-        done = CliRunner().invoke(app, [command, str(home)], env={"COLUMNS": "1000"})
+        done = ended(command, home, columns=1000)
         # Reading leaves the broken run out; compaction fails because it could not do its work.
         fine = command != "compact" or what == "another column"
-        assert (done.exit_code == 0) == fine, done.output
+        assert (done.code == 0) == fine, done.output
         if not (what == "another column" and command != "query"):
-            assert why in f"{done.stderr}{done.exception}"
+            assert why in done.stderr
     assert database.rows("SELECT run_id, count(*) FROM heads GROUP BY 1") == [("b-1", 8 * SHARDS)]
     assert [name[:9] for name in os.listdir(local(other.commits_directory))] == ["segment-0"]
     shutil.rmtree(local(other.path))

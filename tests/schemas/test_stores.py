@@ -18,9 +18,7 @@ import numpy as np
 import pytest
 import zstandard
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
-from headcount import app
 from headcount.jobs.cluster.ray_cluster import Resources
 from headcount.jobs.commands.doctor import check_out
 from headcount.jobs.plan.plan import Plan, make_plan
@@ -40,6 +38,7 @@ from headcount.schemas.places import StorePath, matching, names, place, write_wh
 from headcount.workers.shard import run_shard
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.workers import joined_cluster
+from tests.toys.commands import ended, error_of, printed
 from tests.toys.object_stores import copied_to_store
 from tests.toys.refusals import refused
 from tests.toys.runs_here import begun
@@ -145,10 +144,6 @@ def test_queries_reach_the_run_and_nothing_else_in_the_store(measured_plan: Plan
             list(run_query(database, f"SELECT * FROM read_parquet('{outside}')").rows())
 
 
-def command(*words: object) -> Result:
-    return CliRunner().invoke(app, list(map(str, words)))
-
-
 def test_a_run_in_a_store_is_gathered_asked_checked_mended_and_deleted(store: S3Server):
     plan, neighbour = (plan_of("s3://bucket/kept", seed=seed) for seed in (0, 1))
     measure(plan)
@@ -162,7 +157,7 @@ def test_a_run_in_a_store_is_gathered_asked_checked_mended_and_deleted(store: S3
     assert answer(plan) == rows
     assert store.spent() == [2, 1]
     count = "SELECT count(*) AS n FROM sequences"
-    assert command("query", plan.run.path, count, "--format", "csv").output.split() == ["n", "12"]
+    assert printed("query", plan.run.path, count, "--format", "csv").split() == ["n", "12"]
 
     # Nothing is read for a question; everything is for a check.
     file = data_file(plan.run, "heads", "none", 1)
@@ -183,12 +178,11 @@ def test_a_run_in_a_store_is_gathered_asked_checked_mended_and_deleted(store: S3
     measure(plan, range(1, 2))
     assert check_run(plan.run).damaged == []
 
-    gone = command("rm", plan.run.path, "--yes")
-    assert (gone.exit_code, gone.stdout, gone.stderr) == (0, "", f"deleted {plan.run.path}\n")
+    assert ended("rm", plan.run.path, "--yes") == (0, "", f"deleted {plan.run.path}\n")
     assert matching(StorePath(f"{plan.run.path}/**/*")) == []
     assert [run.path for run in find_runs(place("s3://bucket/kept"))] == [neighbour.run.path]
-    gone = command("rm", plan.run.path, "--yes")
-    assert str(gone.exception) == f"{plan.run.path}: not there; expected the directory of a run"
+    told = error_of("rm", plan.run.path, "--yes")
+    assert told == f"{plan.run.path}: not there; expected the directory of a run"
 
 
 def random_value(row: Row) -> float:

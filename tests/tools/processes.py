@@ -130,6 +130,11 @@ class Ended(NamedTuple):
     stdout: str
     stderr: str
 
+    @property
+    def output(self) -> str:
+        """What is said on the way, and then the answer."""
+        return self.stderr + self.stdout
+
 
 class Command:
     """`headcount …` in a process of its own, which is forked from one that has imported everything.

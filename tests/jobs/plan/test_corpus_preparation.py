@@ -21,16 +21,14 @@ import psutil
 import pytest
 import ray
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
-import headcount
 from headcount.jobs import bars
 from headcount.jobs.corpus import preparation as corpus_preparation
 from headcount.jobs.corpus.preparation import CorpusWork, Preparation, corpora_of, prepare_here
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.resources import Resources
-from headcount.schemas.errors import CorpusError, HeadcountError, RunError
+from headcount.schemas.errors import CorpusError, HeadcountError
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
@@ -39,7 +37,9 @@ from headcount.workers.inputs.store import preparation as store_preparation
 from headcount.workers.inputs.store.token_store import open_portion
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
+from tests.tools.processes import Ended
 from tests.tools.workers import WORKER_PARENTS, joined_cluster
+from tests.toys.commands import ended
 from tests.toys.refusals import refused
 from tests.toys.toy_corpora import fates_of
 
@@ -232,9 +232,9 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
 # What is said
 
 
-def corpus(*words: str) -> Result:
+def corpus(*words: str) -> Ended:
     """`headcount corpus …`, as it ends."""
-    return CliRunner().invoke(headcount.app, ["corpus", *words])
+    return ended("corpus", *words)
 
 
 def test_tokens_lie_beside_the_runs_or_where_the_scan_says(model: Path, tmp_path: Path):
@@ -286,7 +286,7 @@ def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_pat
         file.write("{\n")
     fields = fields_of(model, tmp_path, bad_rows=0.1)
     done = corpus("prepare", scan_file(tmp_path, fields), "--replicas", "0")
-    assert done.exception is None
+    assert done.code == 0
     folder = Path(done.stdout.strip())
     assert folder.parent == tmp_path / "runs" / "corpora"
     assert re.search(
@@ -301,7 +301,7 @@ def test_the_commands_list_show_and_remove_what_is_prepared(model: Path, tmp_pat
     assert re.search(r"00\.jsonl +[\d.]+ kB +50 +[\d,]+ +0 +0 +whole\n", shown)
     assert re.search(r"01\.jsonl, line 51 \(.+\)\n", shown)
     removal = ("remove", folder.name, "--corpora", corpora)
-    assert isinstance(corpus(*removal).exception, RunError)
+    assert corpus(*removal).code == 2
     assert folder.is_dir()
-    assert corpus(*removal, "--yes").exception is None
+    assert corpus(*removal, "--yes").code == 0
     assert not folder.exists()

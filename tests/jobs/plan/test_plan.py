@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-import headcount
 from headcount.jobs.corpus import preparation
 from headcount.jobs.plan.cost import Rehearsal
 from headcount.jobs.plan.plan import make_plan
@@ -27,7 +25,9 @@ from tests.jobs.plan.test_corpus_preparation import (
     scan_file,
     write_texts,
 )
+from tests.tools.processes import Ended
 from tests.toys import toy_models as toy
+from tests.toys.commands import ended
 from tests.toys.runs_here import run_here
 
 
@@ -59,9 +59,9 @@ def test_the_cost_is_that_of_the_scan(tmp_path: Path):
     assert bytes_written < cost.bytes < 2 * bytes_written
 
 
-def plan(scan: str, *options: str) -> Result:
+def plan(scan: str, *options: str) -> Ended:
     """`headcount plan`, as it ends."""
-    return CliRunner().invoke(headcount.app, ["plan", scan, *options], env={"COLUMNS": "120"})
+    return ended("plan", scan, *options, columns=120)
 
 
 def test_the_command_says_what_will_run_and_leaves_no_run(
@@ -74,7 +74,7 @@ def test_the_command_says_what_will_run_and_leaves_no_run(
     fields = fields_of(model, tmp_path, interventions=["none", "zero_query_bias"])
     scan = scan_file(tmp_path, fields)
     done = plan(scan, "--device", "cuda", "--replicas", "4")
-    assert (done.exception, done.stderr) == (None, "")
+    assert (done.code, done.stderr) == (0, "")
     for words in (
         r"cuda, float16x2_linears, 4 replicas", r"This machine has no cuda",
         r"measured on its cpu in float32", r"all .* about [\d.]+ ",
@@ -94,7 +94,7 @@ def test_a_large_corpus_is_estimated_by_its_first_portion(
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 1000)
     fields = fields_of(model, tmp_path, input={"files": str(tmp_path / "a.jsonl")})
     result = plan(scan_file(tmp_path, fields))
-    assert result.exception is None
+    assert result.code == 0
     words = " ".join(result.stdout.replace("│", " ").split())
     for expected in (
         # The first 100 documents have 22 tokens each, and a separator.
@@ -116,8 +116,8 @@ def test_a_scan_that_cannot_run_is_refused_before_anything_is_tokenised(tmp_path
     changes = {"interventions": ["swap_first_key(5)"], "precision": "float16x2_linears"}
     scan = scan_file(tmp_path, fields_of(model, tmp_path, bos=False, **changes))
     result = plan(scan, "--device", "cuda")
-    assert isinstance(result.exception, ScanError)
-    (line,) = str(result.exception).splitlines()
+    assert result.code == 2
+    (line,) = result.stderr.splitlines()
     assert "swap_first_key(5) is measured by the dense engine" in line
     assert result.stdout == ""
     assert not (tmp_path / "runs").exists()

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 from platformdirs import user_cache_path
-from typer.testing import CliRunner
 
 import headcount.jobs.plan.resolved_scan
 import headcount.workers.shard
-from headcount import app
 from headcount.jobs import api
 from headcount.jobs.plan.plan import Plan, make_plan, replan
 from headcount.jobs.upkeep.compaction import compact
@@ -42,7 +40,7 @@ from headcount.workers.provenance.code_fingerprint import (
 )
 from headcount.workers.provenance.providers import PROVIDERS, column_fingerprint, provider_modules
 from headcount.workers.replica import Replica
-from tests.toys.commands import printed
+from tests.toys.commands import ended, printed
 from tests.toys.refusals import refused
 from tests.toys.runs_here import run_here
 from tests.toys.toy_runs import local
@@ -185,7 +183,7 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
     with pytest.raises(QueryError, match="unknown code 'c0de'"):
         open_runs(path, code="c0de")
     words = ["query", str(path), "SELECT count(*) AS n FROM sequences", "--format", "csv"]
-    answer = CliRunner().invoke(app, [*words, "--code", OTHER_CODE])
+    answer = ended(*words, "--code", OTHER_CODE)
     assert answer.stdout.splitlines() == ["n", "4"]
     assert answer.stderr == f"note: run {run_id} is not complete: 1 of 3 shards are in\n"
 

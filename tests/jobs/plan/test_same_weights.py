@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import headcount
 from headcount.jobs.plan.same_weights import SAMPLE_BYTES, SAMPLES, without_duplicates
 from headcount.jobs.plan.scan_files import scans_of
-from headcount.schemas.errors import HeadcountError
 from headcount.workers.model.info.description import hub_digests
 from tests.toys import toy_models as toy
-from tests.toys.commands import printed
+from tests.toys.commands import ended, printed
 from tests.toys.hub_server import MODEL, hub
 
 REST = 'n_ctx = 8\nsequences = 4\nstatistics = ["sink_mass"]\n[input]\nfamily = "uniform_random"\n'
@@ -92,8 +90,8 @@ def test_plan_and_submit_name_them(series: Path, tmp_path: Path):
     assert said[-1] == "This is the first of 2 checkpoints, which are a run each."
     assert not (tmp_path / "runs").exists()
     # Nothing listens there: what is said before is said before any job is made.
-    result = CliRunner().invoke(headcount.app, ["submit", str(file), "--address", "127.0.0.1:1"])
-    assert isinstance(result.exception, HeadcountError)
+    result = ended("submit", file, "--address", "127.0.0.1:1")
+    assert result.code == 2
     assert result.stderr.splitlines()[0] == NAMED
 
 

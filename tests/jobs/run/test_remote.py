@@ -22,9 +22,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs.cluster import kubernetes_job
 from headcount.jobs.cluster.job_interpreter import INTERPRETER
 from headcount.jobs.cluster.ray_cluster import hook_variables
@@ -34,7 +32,6 @@ from headcount.jobs.plan.plan import make_plan, replan
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.plan.scan_files import portable_scan
 from headcount.jobs.run.dispatch import FIRST_COMMIT
-from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
 from tests import ROOT
@@ -46,7 +43,8 @@ from tests.tools.processes import (
     free_port,
     libraries_alone,
 )
-from tests.toys.toy_runs import one_line, write_run
+from tests.toys.commands import error_of
+from tests.toys.toy_runs import write_run
 
 PATIENCE_SECONDS = 240
 """How long a test waits for what always comes, on a machine that does other things, too."""
@@ -369,8 +367,7 @@ def test_another_version_of_ray_is_one_line(tmp_path: Path) -> None:
             ([], "the cluster runs Ray 2.40.0, this machine 2.6"),
             (["--env", "NOT_SET"], "--env NOT_SET: expected the name of a"),
         ):
-            with one_line(RunError, line):
-                CliRunner().invoke(app, [*resume, *options], catch_exceptions=False)
+            assert line in error_of(*resume, *options)
         server.shutdown()
 
 

@@ -17,9 +17,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs.lock import locked
 from headcount.jobs.upkeep import cleaning, merged_files
 from headcount.jobs.upkeep.checking import check_run
@@ -36,6 +34,7 @@ from headcount.schemas.places import names
 from tests import ROOT
 from tests.tools.deaths import killed_after
 from tests.tools.workers import joined_cluster
+from tests.toys.commands import ended, error_of, printed
 from tests.toys.object_stores import copied_to_store, object_store
 from tests.toys.toy_runs import Entry, Row, copy_of, data_file, flip_middle_bit, local, write_run
 
@@ -280,19 +279,17 @@ def test_a_damaged_file_is_left_and_the_command_fails(
     file = damage_file(run)
     left, commit = file.read_bytes(), local(run.commit_file(4)).read_bytes()
     words = ["compact", str(run.path), "--processes", "1"]
-    done = CliRunner().invoke(app, words)
-    assert isinstance(done.exception, RunError)
     assert re.fullmatch(
         "toy-1: shard 4: sequences/intervention=none/shard-000004[.]parquet has other content than "
         f"was committed; headcount resume {run.path} --verify, then compact",
-        str(done.exception).splitlines()[0],
+        error_of(*words),
     )
     assert (file.read_bytes(), local(run.commit_file(4)).read_bytes()) == (left, commit)
     # Two files of each table, the roll-ups and the samples of one of them, and the weights.
     assert len(data_files(run)) == 2 * 6 + 2 * 2 + 1
     copy_shards(original, run, (4,))
-    done = CliRunner().invoke(app, words)
-    assert re.search(r"toy-1: 19 files are now 12, [\d.]+ kB are now [\d.]+ kB, in \d", done.output)
+    merged = r"toy-1: 19 files are now 12, [\d.]+ kB are now [\d.]+ kB, in \d"
+    assert re.search(merged, printed(*words))
     assert_same_and_tidy(run, expected)
 
 
@@ -327,15 +324,15 @@ def test_damaged_roll_ups_and_samples_come_back_to_the_last_bit(
     digests, files = rollup_digests(merged), data_files(merged)
     damage_rollup(merged, how, shards, table)
     words = ["check", str(merged.path)]
-    checked = CliRunner().invoke(app, words, env={"COLUMNS": "1000"})
+    checked = ended(*words, columns=1000)
     first, *_, remedy = checked.stdout.splitlines()
-    assert checked.exit_code == 1
+    assert checked.code == 1
     assert f": {table}/intervention=none/merged-{shards}-" in first
     assert remedy.startswith("toy-1: 1 roll-up damaged, in ")
     assert remedy.endswith(f"headcount compact {merged.path} writes them again from their rows")
     assert compact(merged, GROUPS).problems == []
     assert (rollup_digests(merged), data_files(merged)) == (digests, files)
-    assert CliRunner().invoke(app, words).exit_code == 0
+    printed(*words)
     assert_same_and_tidy(merged, expected)
     # Without whole rows it is left, and the rows are reported.
     damage_rollup(merged, "flipped")

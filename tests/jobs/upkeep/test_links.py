@@ -5,11 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.schemas.files.run_directory import RunDirectory
 from tests.tools.committed_rows import compare, rows_of
+from tests.toys.commands import error_of, printed
 from tests.toys.runs_here import begun, run_here
 from tests.toys.toy_runs import local
 
@@ -74,9 +73,7 @@ def test_a_linked_directory_is_read_and_whatever_writes_is_refused(run: RunDirec
         ("resume", run.path, "--replicas", "0"),
         ("scan", "linked.toml", "--replicas", "0", "--set", "sequences=6"),
     ):
-        ended = CliRunner().invoke(app, [*map(str, words)])
-        assert ended.exit_code == 1, words
-        assert line in str(ended.exception), words
+        assert line in error_of(*words), words
         assert state_of(Path("other")) == before
     assert linked.is_symlink()
 
@@ -88,8 +85,8 @@ def test_a_file_that_is_a_link_is_replaced_and_not_what_it_leads_to(run: RunDire
         file.unlink()
         file.symlink_to(target)
     before = state_of(Path("other"))
-    assert CliRunner().invoke(app, ["compact", str(run.path)]).exit_code == 0
+    printed("compact", run.path)
     assert not any(file.is_symlink() for file in local(run.path).rglob("*"))
     assert compare(rows_of(run.path), expected) == (0, 0, 0)
-    assert CliRunner().invoke(app, ["rm", str(run.path), "--yes"]).exit_code == 0
+    printed("rm", run.path, "--yes")
     assert state_of(Path("other")) == before

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs import phases
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.files.commit import COMMITS
@@ -25,7 +23,7 @@ from headcount.schemas.files.commits import COMMITS_PER_SEGMENT, write_segment
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from tests import ROOT
-from tests.toys.commands import printed
+from tests.toys.commands import ended, printed
 from tests.toys.toy_runs import local
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
@@ -185,7 +183,7 @@ def test_the_commands_print_lines_a_table_or_json_and_what_is_no_run(tmp_path: P
     record = json.loads(printed("status", run.path, "--format=json"))
     facts = [record[name] for name in ("complete", "done", "shards", "run_id")]
     assert facts == [False, 3, SHARDS, "toy-1a2b3c4d"]
-    done = CliRunner().invoke(app, ["list", str(tmp_path)])
+    done = ended("list", tmp_path)
     assert [line.split() for line in done.stdout.splitlines()] == [
         ["run", "model", "input", "shards", "failed", "tokens", "created", "phase"],
         ["toy-1a2b3c4d", "toy", "pile", "3/10", "1", "192/640", "2026-05-01T10:00:00+00:00"],

@@ -24,7 +24,6 @@ from aiohttp import web
 from selenium import webdriver
 from selenium.webdriver import ActionChains, Keys
 
-from headcount.command_line import main
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.explore import query_engine
@@ -43,6 +42,7 @@ from tests.queries.page.test_explore_queries import (
     write,
 )
 from tests.tools.processes import DIES_WITH_ITS_PARENT
+from tests.toys.commands import ended, error_of
 
 HOSTILE_RUN = "a-b_0.1"
 HOSTILE_SUBSET = "<img src=x onerror=document.title='stolen'>"
@@ -198,24 +198,17 @@ def test_a_malformed_request_is_refused_without_a_word_on_the_terminal(explorer:
 
 
 def test_a_port_that_is_taken_is_one_line(
-    explorer: Explorer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["headcount", "explore", str(explorer.runs), "--port", str(explorer.port), "--no-open"]
-    monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err == (
-        f"error: --port {explorer.port}: is taken by another program; --port 0 takes a free one\n"
+    told = error_of("explore", explorer.runs, "--port", explorer.port, "--no-open")
+    assert told == (
+        f"--port {explorer.port}: is taken by another program; --port 0 takes a free one"
     )
 
 
 def test_a_run_of_many_files_says_first_what_it_costs_and_what_merging_would(
-    explorer: Explorer,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     out = tmp_path / "runs"
     shutil.copytree(explorer.runs, out)
@@ -224,12 +217,9 @@ def test_a_run_of_many_files_says_first_what_it_costs_and_what_merging_would(
     for number in range(10_000 - files):
         (run / f"heads/intervention=none/{number}.parquet").touch()
     # The port is taken: it ends when the runs are open.
-    words = ["headcount", "explore", str(out), "--port", str(explorer.port), "--no-open"]
-    monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit):
-        main()
-    said, error, _ = capsys.readouterr().err.split("\n")
+    end = ended("explore", out, "--port", explorer.port, "--no-open")
+    said, error = end.stderr.splitlines()
     assert said == (
         f"{out}: 10,000 files, which take the page about 15 s of a core and 0.6 GB; headcount "
         f"compact {out} merges them once, in 12 s of a core, and then it opens in seconds"

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs.commands.doctor import compared_layers
 from headcount.workers.engine.tile_sweep import Sweep, Swept
 from headcount.workers.engine.token_pairs import TokenPairs
@@ -42,6 +40,7 @@ from headcount.workers.model.attention_facts import AttentionFacts
 from tests.reference.attention_answers import defined_answers
 from tests.tools.pairwise import sampled
 from tests.toys import toy_models as toy
+from tests.toys.commands import ended
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 37, 24)
@@ -250,7 +249,7 @@ def test_the_doctor_compares_every_shape_in_every_format() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_doctor_says_in_one_line_that_there_is_no_gpu() -> None:
-    answer = CliRunner().invoke(app, ["doctor", "--device", "cuda"])
-    assert answer.exit_code == 1
+    answer = ended("doctor", "--device", "cuda")
+    assert answer.code == 1
     line = "FAIL  kernel           no CUDA device is here, so there is no kernel to compare\n"
     assert answer.output == line

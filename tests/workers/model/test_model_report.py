@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs.commands.model_report import report_model
 from headcount.schemas.errors import HeadcountError
 from headcount.workers.replica import Replica
 from tests.toys import model_families, toy_models
+from tests.toys.commands import ended
 
 Families = Callable[[str], Path]
 
@@ -98,8 +97,8 @@ def test_layers_that_do_not_attend_and_a_missing_bridge_are_named(
 
 
 def test_the_command_prints_the_report() -> None:
-    answer = CliRunner().invoke(app, ["doctor", "--model", "bundled:attn-only-2l-mini"])
-    assert answer.exit_code == 0, answer.output
+    answer = ended("doctor", "--model", "bundled:attn-only-2l-mini")
+    assert answer.code == 0, answer.output
     words = [line.split()[0] for line in answer.output.splitlines()]
     assert words[:3] == ["model", "engine", "attention"]
 
