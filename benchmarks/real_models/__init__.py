@@ -1,0 +1,1 @@
+"""What a person would do with two public models."""

@@ -1,0 +1,130 @@
+"""What a list of heads is worth: passkeys that a model finds behind caches of one size.
+
+    .venv-kvpress/bin/python -m benchmarks.real_models.passkeys MODEL DUO
+
+MODEL is a GGUF file or a directory, DUO the folder of `headcount export duo` of it. kvpress needs
+an environment of its own, tests/kvpress/requirements.txt and gguf, so nothing of ours is imported
+here. Each prompt is 1,500 tokens of Python's reference with a number of five digits somewhere. Its
+cache is cut before the question is known. Then the model is asked, and answers greedily.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from kvpress import (  # pyright: ignore
+    DuoAttentionPress,  # pyright: ignore
+    ExpectedAttentionPress,  # pyright: ignore
+    SnapKVPress,  # pyright: ignore
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+PROMPTS, TOKENS, DIGITS = 20, 1500, 5
+STREAMING = 0.75
+"""The share of KV heads that keep the first and the last keys only."""
+
+RANDOM_LISTS = 5
+NEEDLE = "\n\nThe pass key is {}. Remember it. {} is the pass key.\n\n"
+QUESTION = "\n\nWhat is the pass key? The pass key is"
+
+
+@dataclass
+class ListedHeads(DuoAttentionPress):  # pyright: ignore
+    """The scores of KV heads in a folder decide which stream."""
+
+    folder: str = ""
+
+    def load_attention_pattern(self, model: object) -> tuple[int, int, np.ndarray]:
+        """First keys, last keys, and the score of each KV head."""
+        scores = np.loadtxt(f"{self.folder}/full_attention_heads.tsv", delimiter="\t", ndmin=2)
+        config = json.loads(Path(self.folder, "config.json").read_text())
+        return config["sink_size"], config["recent_size"], scores
+
+
+def shuffled(folder: Path, seed: int, place: Path) -> Path:
+    """A list with the same scores, each given to another head."""
+    made = place / f"random-{seed}"
+    made.mkdir()
+    (made / "config.json").write_bytes((folder / "config.json").read_bytes())
+    scores = np.loadtxt(folder / "full_attention_heads.tsv", delimiter="\t", ndmin=2)
+    scores = np.random.default_rng(seed).permutation(scores.ravel()).reshape(scores.shape)
+    np.savetxt(made / "full_attention_heads.tsv", scores, delimiter="\t")
+    return made
+
+
+def prompts(tokenizer: Any, seed: int) -> Iterator[tuple[torch.Tensor, str]]:  # noqa: ANN401
+    """Tokens [1 position] of a text with a number in it, and the number."""
+    text = tokenizer("\n\n".join(topics.values()), add_special_tokens=False).input_ids
+    generator = np.random.default_rng(seed)
+    for depth in np.linspace(0.05, 0.85, PROMPTS):
+        number = str(generator.integers(10 ** (DIGITS - 1), 10**DIGITS))
+        needle = tokenizer(NEEDLE.format(number, number), add_special_tokens=False).input_ids
+        start = int(generator.integers(len(text) - TOKENS))
+        words = text[start : start + TOKENS - len(needle)]
+        place = int(depth * len(words))
+        yield torch.tensor([[*words[:place], *needle, *words[place:]]]), number
+
+
+@torch.inference_mode()
+def answer(model: Any, tokenizer: Any, press: Any, tokens: torch.Tensor) -> str:  # noqa: ANN401
+    """What the model says behind the cut cache, as many characters as a number has."""
+    cache = DynamicCache()
+    with press(model) if press else contextlib.nullcontext():
+        model(tokens, past_key_values=cache, logits_to_keep=1)
+    # The cache is shorter than the text, so each token says where it stands.
+    position = tokens.shape[1]
+    asked = tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
+    said: list[int] = []
+    for _ in range(DIGITS + 1):
+        positions = torch.arange(position, position + asked.shape[1])[None]
+        logits = model(asked, past_key_values=cache, position_ids=positions).logits
+        position += asked.shape[1]
+        asked = logits[:, -1:].argmax(-1)
+        said.append(int(asked))
+    return tokenizer.decode(said).strip()[:DIGITS]
+
+
+def main(path: Path, folder: Path, seed: int = 0) -> None:
+    """Print how many numbers each cache keeps."""
+    place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **file).eval()
+    tokenizer = AutoTokenizer.from_pretrained(place, **file)
+    config = json.loads((folder / "config.json").read_text())
+    kept_keys = (config["sink_size"] + config["recent_size"]) / TOKENS
+    kept = 1 - STREAMING + STREAMING * kept_keys
+    with tempfile.TemporaryDirectory() as scratch:
+        lists = [shuffled(folder, seed, Path(scratch)) for seed in range(RANDOM_LISTS)]
+        presses = {
+            "nothing": [None],
+            "the list of duo": [ListedHeads(STREAMING, folder=str(folder))],
+            f"random lists, mean of {RANDOM_LISTS}": [
+                ListedHeads(STREAMING, folder=str(other)) for other in lists
+            ],
+            "SnapKV": [SnapKVPress(1 - kept)],
+            "ExpectedAttention": [ExpectedAttentionPress(1 - kept)],
+        }
+        print(f"{PROMPTS} numbers in {TOKENS} tokens each; {kept:.0%} of the cache kept")
+        for name, of_name in presses.items():
+            right = [
+                sum(
+                    answer(model, tokenizer, press, tokens) == number
+                    for tokens, number in prompts(tokenizer, seed)
+                )
+                for press in of_name
+            ]
+            print(f"{name:30} {mean(right):4.3g}  {right}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
