@@ -131,6 +131,8 @@ class Folder:
             self.patch.setenv(*split.pop(0).split("=", 1))
         arguments = [path for word in split for path in glob.glob(word) or [word]]
         code, lines = self.command(*arguments)
+        # What it says while it waits, as on a busy machine.
+        lines = [line for line in lines if not line.startswith("loading the model, for")]
         return code, [line.replace(str(self.path), "TMP") for line in lines]
 
     def follow(self, steps: list[Any]) -> list[str]:
