@@ -1,4 +1,4 @@
-# make demo: a first look.  make check: style and types.  make test: the tests.  make bench: how fast, on this machine.
+# make demo: a first look.  make real: two public models, fetched once and looked at.  make check: style and types.  make test: the tests.  make bench: how fast, on this machine.
 # make long: schedules of many faults and sweeps over replications, models and interventions. CI runs check, test and long.
 # make precision: how far each precision drifts.  make docs: the pages that registries write.
 # make controls: which figures pass for random weights, or for interventions that do nothing.
@@ -7,12 +7,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUNS ?= runs/demo
+# Where public models lie, outside of the project; make long compares them where they are.
+REAL ?= $(HOME)/.cache/headcount/real
+export HEADCOUNT_REAL := $(REAL)
 
 SCHEDULES ?= 20
 DEATHS ?= 200
 SEED ?= 0
 
-.PHONY: demo test check long vllm bench precision scale chaos controls docs constraints clean
+.PHONY: demo real test check long vllm bench precision scale chaos controls docs constraints clean
 
 # Libraries arrive without bytecode, and each command would compile them anew. The others lead to libraries outside of .venv.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -66,6 +69,13 @@ demo: .venv/.installed
 	@$(BIN)/headcount query $(RUNS) "SELECT model, label, mean_previous_token_score, mean_entropy, mean_mean_distance \
 		FROM by_head WHERE input_family = 'uniform_random' AND mean_previous_token_score > 0.9"
 	@echo; $(BIN)/headcount report $(RUNS) -o report.html
+
+# Minutes on two cores for each of them; they are fetched once, 330 MB. MODELS='first second' takes others in that folder.
+MODELS ?= SmolLM2-135M-Instruct.Q4_1.gguf gemma-3-270m.Q4_K_M.gguf
+real: .venv/.tools
+	@$(BIN)/python -m benchmarks.real_models.fetch $(REAL)
+	@for model in $(MODELS); do \
+		bash benchmarks/real_models/first_look.sh $(abspath $(BIN)) $(REAL) $$model $(abspath runs)/real/$$model || exit 1; done
 
 check: .venv/.tools
 	$(BIN)/ruff check .
