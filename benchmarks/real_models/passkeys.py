@@ -34,7 +34,7 @@ PROMPTS, TOKENS, DIGITS = 20, 1500, 5
 STREAMING = 0.75
 """The share of KV heads that keep the first and the last keys only."""
 
-RANDOM_LISTS = 5
+RANDOM_LISTS = 3
 NEEDLE = "\n\nThe pass key is {}. Remember it. {} is the pass key.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"
 
