@@ -121,7 +121,7 @@ def setting_of_scan(scan: Scan, info: "ModelInfo", destination: Place) -> Settin
         revision=scan.revision,
         adapter=scan.adapter,
         n_ctx=scan.n_ctx,
-        bos=scan.bos,
+        bos=info.begins_with_bos(scan.bos),
         input_options=scan.input.options,
         sequences=None if scan.sequences == "all" else scan.sequences,
         n_layers=info.n_layers,

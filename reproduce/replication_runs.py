@@ -92,7 +92,7 @@ def plan_replication(
         # Runs of one replication lie in many directories, and read the same texts.
         corpora = resolved.scan.corpora or str(place(out) / FOLDER)
         scan = resolved.scan.model_copy(update={"out": directory, "corpora": corpora})
-        run, _ = find_run(resolved, RunDirectory.of(directory, scan.run_id(name)), new=False)
+        run, _ = find_run(resolved, RunDirectory.of(directory, resolved.run_id(name)), new=False)
         plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
     return plans
 
@@ -231,7 +231,8 @@ def _scan_fields(
     """Fields of a scan. Later ones win: the defaults, its own, those of the model's family, and
     those of the miniature.
     """
-    fields = {"precision": PRECISION} | replication.defaults
+    # A published condition does not depend on how the model at hand was trained.
+    fields = {"precision": PRECISION, "bos": True} | replication.defaults
     fields |= {key: value for key, value in entry.items() if key not in REPLICATION_FIELDS}
     fields |= replication.family.get(family, {})
     if model == replication.bundled_model:

@@ -289,8 +289,6 @@ class HeadTrial:
         """The scan whose sequences a question is made of. It is never run."""
         fields = {"model": self.model, "n_ctx": self.n_ctx, "sequences": self.sequences}
         fields |= {"sequences_per_shard": self.sequences, "seed": seed}
-        # Some models have no token with which a sequence begins.
-        fields["bos"] = self.info.bos_token_id is not None
         return parse_scan({**fields, "input": {"family": family}})
 
     def _question(self, task: Task, seed: int) -> Question:
@@ -303,9 +301,10 @@ class HeadTrial:
         scan = self._scan("repeated_random", seed)
         repeats = Sequences(scan, self.info).shard(0).tokens
         # The first token of the second copy cannot be known: nothing says that a copy begins.
-        period = (scan.n_ctx - scan.bos + 1) // 2
+        first = int(self.info.begins_with_bos(scan.bos))
+        period = (scan.n_ctx - first + 1) // 2
         asked = np.zeros(repeats.shape, dtype=bool)  # [sequence pos]
-        asked[:, scan.bos + period + 1 :] = True
+        asked[:, first + period + 1 :] = True
         return Question(repeats, asked)
 
     def _question_of_text(self, seed: int) -> Question:
@@ -315,7 +314,7 @@ class HeadTrial:
         sequences = min(TEXT_SEQUENCES, self.sequences)
         starts = np.random.default_rng(seed).integers(last_start + 1, size=sequences)
         tokens = self.text[starts[:, None] + np.arange(self.n_ctx)]
-        if self.info.bos_token_id is not None:
+        if self.info.begins_with_bos("auto"):
             tokens[:, 0] = self.info.bos_token_id
         asked = np.zeros(tokens.shape, dtype=bool)  # [sequence pos]
         # The token before the asked one is the query.

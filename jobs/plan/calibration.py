@@ -184,7 +184,8 @@ def _measured_heads(manifest: Manifest, info: ModelInfo) -> MeasuredHeads:
 def _info(manifest: Manifest) -> ModelInfo:
     fields: dict[str, Any] = dict(manifest.model)
     layers = fields.pop("attention_layers", None)
-    del fields["files"]
+    for name in ("files", "bos"):
+        fields.pop(name, None)
     return ModelInfo("", attention_layers=layers and tuple(layers), **fields)
 
 

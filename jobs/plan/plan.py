@@ -79,7 +79,7 @@ def make_plan(
     """
     check_directories(scan)
     resolved = resolve(scan)
-    run = RunDirectory.of(scan.out, resolved.scan.run_id(name) if run_id is None else run_id)
+    run = RunDirectory.of(scan.out, resolved.run_id(name) if run_id is None else run_id)
     alike: tuple[RunDirectory, ...] = ()
     if run_id is None:
         run, alike = find_run(resolved, run, new)

@@ -120,8 +120,10 @@ class Setting(BaseModel):
     """
     n_ctx: Count
     """Tokens in every sequence, the beginning-of-sequence token included."""
-    bos: bool = True
-    """Whether every sequence begins with the model's beginning-of-sequence token."""
+    bos: bool | Literal["auto"] = "auto"
+    """Whether every sequence begins with the model's beginning-of-sequence token. auto: as in its
+    training, as far as its tokenizer shows it.
+    """
     input: Input
     """Where sequences come from: a family and its options."""
     interventions: tuple[Intervention, ...] = (NONE,)
@@ -238,8 +240,19 @@ class Scan(Measured):
     @property
     def fingerprint(self) -> str:
         """Identifies what the scan measures; it does not depend on where the run is written."""
+        return self.fingerprint_for(has_bos=True)
+
+    def fingerprint_for(self, has_bos: bool) -> str:
+        """The fingerprint where `bos = "auto"` means `has_bos`.
+
+        It is that of `true` wherever nobody has read the model, as where a job is submitted. So it
+        is for every model, and `true` has one of its own where auto means false.
+        """
+        bos: object = True if self.bos == "auto" else self.bos
+        if self.bos is True and not has_bos:
+            bos = "true, and auto is false"
         # Sorted, because the order of fields in a file must not matter.
-        content = json.dumps(self.record, sort_keys=True)
+        content = json.dumps(self.record | {"bos": bos}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:8]
 
     @property
@@ -249,7 +262,12 @@ class Scan(Measured):
 
     def run_id(self, name: str) -> str:
         """The id of the run of this scan. The same scan has the same id and finds its run again."""
-        return f"{safe_name(name)}-{self.fingerprint}"
+        return run_id(name, self.fingerprint)
+
+
+def run_id(name: str, fingerprint: str) -> str:
+    """The id of the run of a scan, by its name and its fingerprint."""
+    return f"{safe_name(name)}-{fingerprint}"
 
 
 def in_one_order(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,11 +77,9 @@ class Sequences:
 
     def _check(self) -> None:
         """Refuse what does not fit the model, the scan or our files."""
-        scan, info, options = self.scan, self.info, self.options
-        if scan.bos and info.bos_token_id is None:
-            raise ModelError(
-                f"{no_token(info, 'bos_token_id', 'beginning-of-sequence')}; set bos = false"
-            )
+        info, options = self.info, self.options
+        if self.has_bos and info.bos_token_id is None:
+            raise ModelError(f"{no_token(info, 'bos_token_id')}; set bos = false")
         for problem in self._problems():
             raise ScanError(problem)
         for key in ("files", "text"):
@@ -96,7 +94,7 @@ class Sequences:
         ids = f"0 to {info.d_vocab - 1}, the token ids of {info.name}"
         if scan.n_ctx > info.n_ctx:
             yield f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}"
-        if options.get("repeat_bos") and not scan.bos:
+        if options.get("repeat_bos") and not self.has_bos:
             yield "input.repeat_bos: expected with bos = true only; leave it out"
         low, high = options.get("low", 0), options.get("high")
         end = info.d_vocab if high is None else high
@@ -109,7 +107,7 @@ class Sequences:
         token = options.get("token")
         if token is not None and token >= info.d_vocab:
             yield f"input.token: expected {ids}, got {token}"
-        first, position = int(scan.bos), options.get("position")
+        first, position = int(self.has_bos), options.get("position")
         if position is not None and not first <= position < scan.n_ctx:
             yield (
                 f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
@@ -129,9 +127,14 @@ class Sequences:
     # What the scan asks for
 
     @property
+    def has_bos(self) -> bool:
+        """Whether every sequence begins with the beginning-of-sequence token."""
+        return self.info.begins_with_bos(self.scan.bos)
+
+    @property
     def length(self) -> int:
         """Tokens of a sequence that are not the beginning-of-sequence token."""
-        return self.scan.n_ctx - self.scan.bos
+        return self.scan.n_ctx - self.has_bos
 
     @property
     def text_length(self) -> int:
@@ -201,8 +204,7 @@ class Sequences:
         # Refused before anything is tokenised.
         if self.corpus.packing == "concat" and separator is None:
             raise ModelError(
-                f"{no_token(info, 'eos_token_id', 'end-of-text')} to join documents with; "
-                "pack by document"
+                f"{no_token(info, 'eos_token_id')} to join documents with; pack by document"
             )
         in_a_row = self.scan.bad_rows_in_a_row
         return SequenceIndex(store, self.corpus, self.text_length, separator, self.enough, in_a_row)
@@ -316,13 +318,13 @@ class Sequences:
             ]
         if corpus.repeat_bos:
             # The first copy of the text, with its token in front, is repeated to the end.
-            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self.text_length + self.scan.bos)]
+            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self.text_length + self.has_bos)]
         return tokens
 
     def _with_bos(self, sequences: ArrayLike) -> np.ndarray:
         """A new array of sequences, each behind the token that the scan begins them with."""
         tokens = np.array(sequences, np.int32)
-        bos = self.info.bos_token_id if self.scan.bos else None
+        bos = self.info.bos_token_id if self.has_bos else None
         return tokens if bos is None else np.insert(tokens, 0, bos, axis=1)
 
     # Drawing
@@ -334,7 +336,7 @@ class Sequences:
         for sequence in span:
             returned = family.sequence(self._draw_of(sequence), self.options)
             if isinstance(returned, Labelled):
-                labels.append([""] * self.scan.bos + returned.names(family.name))
+                labels.append([""] * self.has_bos + returned.names(family.name))
                 returned = returned.tokens
             if np.shape(returned) != (self.length,):
                 raise ScanError(

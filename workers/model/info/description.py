@@ -33,6 +33,7 @@ from headcount.workers.model.info.model_files import (
 from headcount.workers.model.info.model_info import SHAPE, ModelInfo, text_config
 from headcount.workers.model.info.special_tokens import (
     TOKENIZER_NAMES,
+    WORDS,
     first_in_vocabulary,
     special_tokens,
 )
@@ -192,8 +193,8 @@ def describe(
         tokens, defaults = _text_fields(config, loaded, text), vars(text)
     check_adapter(path, adapter, layout)
     digests = digests or file_digests(path, layout, adapter)
-    special = special_tokens(path, tokens, shape["d_vocab"], defaults)
-    shape |= {field: token.id for field, token in special.items()}
+    special = special_tokens(path, tokens, shape["d_vocab"], shape.get("family", ""), defaults)
+    shape |= special.ids
     files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
     return ModelInfo(
         str(path),
@@ -203,10 +204,8 @@ def describe(
         **shape,
         files=files,
         has_adapter=adapter == "apply",
-        notes=(
-            *_notes_on_files(path, adapter),
-            *(token.note for token in special.values() if token.note),
-        ),
+        bos=special.bos,
+        notes=(*_notes_on_files(path, adapter), *special.notes),
     )
 
 
@@ -385,17 +384,7 @@ def _check_positive(where: str, shape: dict[str, Any]) -> None:
             raise ModelError(f"{where}: {name} is {value!r}, expected a positive integer")
 
 
-def no_token(info: ModelInfo, field: str, word: str) -> str:
+def no_token(info: ModelInfo, field: str) -> str:
     """Why a model has no special token, which `field` of its config would name."""
-    if note := next((note for note in info.notes if field in note), None):
-        return f"{info.name}: {note}"
-    try:
-        token = read_object(Path(info.path) / CONFIG).get(field)
-    except ModelError:
-        token = None
-    if token is None:
-        return f"{info.name} names no {word} token"
-    return (
-        f"{info.name}: {field} is {token!r} in its config.json, expected 0 to {info.d_vocab - 1}, "
-        f"so it has no {word} token"
-    )
+    note = next((note for note in info.notes if field in note), None)
+    return f"{info.name}: {note}" if note else f"{info.name} names no {WORDS[field]} token"

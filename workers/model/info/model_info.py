@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from headcount.workers.model.info.trained_bos import UNKNOWN_BOS, TrainedBos
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,6 +35,7 @@ class ModelInfo:
     n_kv_heads: int | None = None  # heads with keys and values of their own, which others share
     family: str = ""  # of models of transformers, as their config.json names it
     has_adapter: bool = False  # whether the adapter beside the weights is applied to them
+    bos: TrainedBos = UNKNOWN_BOS  # whether sequences begin with that token as in its training
     notes: tuple[str, ...] = ()  # what a user should know of the files
 
     @property
@@ -41,6 +44,21 @@ class ModelInfo:
         return (
             tuple(range(self.n_layers)) if self.attention_layers is None else self.attention_layers
         )
+
+    def begins_with_bos(self, bos: bool | Literal["auto"]) -> bool:
+        """Whether sequences begin with `bos_token_id`, by the field `bos` of a scan."""
+        if bos == "auto":
+            return self.bos.is_first and self.bos_token_id is not None
+        return bos
+
+    def bos_line(self, is_first: bool) -> str:
+        """Whether sequences begin with that token, and what speaks for it or against it."""
+        token = "" if self.bos_token_id is None else f", token {self.bos_token_id}"
+        line = f"sequences begin with{'' if is_first else 'out'} BOS{token}"
+        evidence = self.bos.evidence
+        if is_first != self.begins_with_bos("auto"):
+            return f"{line}, although {evidence}"
+        return f"{line}: {evidence}" if evidence else line
 
     @property
     def record(self) -> dict[str, Any]:
@@ -59,7 +77,7 @@ class ModelInfo:
     @property
     def identity(self) -> dict[str, Any]:
         """What makes it the same model; `sha256` stands for its files."""
-        return {key: value for key, value in self.record.items() if key != "files"}
+        return {key: value for key, value in self.record.items() if key not in ("files", "bos")}
 
 
 def text_config(config: Any) -> PretrainedConfig:  # noqa: ANN401 (whatever a model has)
