@@ -207,7 +207,10 @@ class Sequences:
                 f"{no_token(info, 'eos_token_id')} to join documents with; pack by document"
             )
         in_a_row = self.scan.bad_rows_in_a_row
-        return SequenceIndex(store, self.corpus, self.text_length, separator, self.enough, in_a_row)
+        beyond = self.tokenizer.beyond
+        return SequenceIndex(
+            store, self.corpus, self.text_length, separator, self.enough, in_a_row, beyond
+        )
 
     def use_index(self, index: SequenceIndex | None) -> None:
         """Read the corpus by another index; None means that one is still to be made."""
@@ -343,8 +346,20 @@ class Sequences:
                     f"input family {family.name}: returned shape {np.shape(returned)}, expected "
                     f"({self.length},)"
                 )
+            self._check_tokens(sequence, np.asarray(returned))
             tokens.append(returned)
         return self._with_bos(tokens), labels or None
+
+    def _check_tokens(self, sequence: int, tokens: np.ndarray) -> None:
+        """Refuse a drawn sequence with a token that the model does not have."""
+        token = int(tokens.max(initial=0))
+        if token >= self.info.d_vocab:
+            name = self.tokenizer.beyond.get(token, "of no name")
+            raise ScanError(
+                f"input family {self.family.name}: sequence {sequence} uses token {token} "
+                f"({printable(name)}), which is none of the {self.info.d_vocab:,} tokens of "
+                f"{self.info.name}; choose another text"
+            )
 
     @cached_property
     def _frequencies(self) -> tuple[np.ndarray, np.ndarray]:

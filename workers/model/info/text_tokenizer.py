@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import tempfile
+from collections.abc import Container
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -76,7 +77,10 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         # Contrary to its name, this makes "<|endoftext|>" in a text ordinary text.
         self._tokenizer.encode_special_tokens = True
-        _check_size(path, self._tokenizer.get_vocab(), d_vocab)
+        added = self._tokenizer.get_added_tokens_decoder()
+        _check_size(path, self._tokenizer.get_vocab(), d_vocab, added)
+        self.beyond = {token: added[token].content for token in added if token >= d_vocab}
+        """Tokens that the model does not have, by id: a text that uses one cannot be measured."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a tokenizer that another process sent, where the model's files need not be."""
@@ -168,7 +172,16 @@ class TextTokenizer:
         return bytes(BYTES[sign] for sign in name).decode(errors="backslashreplace")
 
 
-def _check_size(path: Path, vocabulary: dict[str, int], d_vocab: int) -> None:
+def _check_size(
+    path: Path, vocabulary: dict[str, int], d_vocab: int, added: Container[int] = ()
+) -> None:
+    """Refuse a vocabulary that is not the model's.
+
+    Tokens that were added to it may be beyond the model's, as one of Gemma 3's is.
+    """
+    beyond = {token for token in vocabulary.values() if token >= d_vocab and token in added}
+    if len(beyond) <= PADDING:
+        vocabulary = {name: token for name, token in vocabulary.items() if token not in beyond}
     size = len(vocabulary)
     # Ids may have gaps, so the largest one may lie beyond the number of tokens.
     ids_end = max(vocabulary.values(), default=-1) + 1
