@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -213,7 +212,7 @@ class HeadTrial:
     def text(self) -> np.ndarray | None:
         """The tokens of a text; None if the model has no tokenizer, or the text is too short."""
         try:
-            tokenizer = TextTokenizer(Path(self.info.path), self.info.d_vocab)
+            tokenizer = TextTokenizer(self.info.tokenizer, self.info.d_vocab)
             tokens = np.array(tokenizer.encode(read_text(BUNDLED_LICENSE)))
         except ModelError:
             return None

@@ -15,7 +15,7 @@ from headcount.schemas.scans.scan import Scan, in_one_order, run_id
 from headcount.workers.inputs import INPUTS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import BoundIntervention, bind, needs_partners
-from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.description import described
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.providers import column_record
@@ -81,7 +81,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
     """
     interventions = check_scan(scan)
     if info is None:
-        info = describe(find_model(scan.model, scan.revision), adapter=scan.adapter)
+        info = described(scan)
     written = scan.for_model(info)
     scan_of_model = written.model_copy(update={"bos": info.begins_with_bos(scan.bos)})
     # Whether an intervention fits depends on the model: a layer or a head may not exist.

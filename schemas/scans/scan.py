@@ -67,7 +67,10 @@ CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_
 UNORDERED = ("files", "columns", "where")
 """Options of inputs whose lists mean the same in any order."""
 
-LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse", "adapter": "refuse"}
+LEFT_OUT: dict[str, object] = {
+    "layers": "all", "heads": "all", "unused_weights": "refuse", "adapter": "refuse",
+    "tokenizer": None,
+}  # fmt: skip
 """Values with which a field is no part of what rows mean."""
 
 
@@ -91,12 +94,16 @@ class Setting(BaseModel):
     )
 
     model: Text
-    """A Hub id, a local directory, or bundled:NAME. Of several checkpoints a list, or a pattern of
-    directories such as steps/step-*: a run each.
+    """A Hub id, a local directory, a GGUF file, or bundled:NAME. Of several checkpoints a list, or
+    a pattern of directories such as steps/step-*: a run each.
     """
     revision: Text | None = None
     """Branch, tag or commit on the Hub; a list of them makes a run each. Default: the default
     branch.
+    """
+    tokenizer: Text | None = None
+    """A directory, GGUF file or Hub id of another tokenizer than the one that lies beside the
+    weights. Default: that one.
     """
     weight_processing: Literal["raw", "folded"] = "raw"
     """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens
@@ -450,7 +457,7 @@ def _check_gradients(scan: Scan) -> None:
 def _check_paths(scan: Scan) -> None:
     """Refuse names that no file system takes, and directories that cannot hold runs."""
     inputs = [scan.input.options.get(option) for option in ("files", "text", "dataset")]
-    for _, text in [("", scan.model), *_texts(inputs)]:
+    for _, text in [("", scan.model), *_texts([scan.tokenizer]), *_texts(inputs)]:
         check_address(text)
     paths = {"model": scan.model, "out": scan.out, "corpora": scan.corpora or "corpora"}
     for key, path in paths.items():

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,7 +169,7 @@ class Sequences:
     def tokenizer(self) -> TextTokenizer:
         """The model's tokenizer."""
         self.has_read_tokenizer = True
-        return TextTokenizer(Path(self.info.path), self.info.d_vocab)
+        return TextTokenizer(self.info.tokenizer, self.info.d_vocab)
 
     @property
     def record(self) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.info.model_files import CONFIG, read_object
+from headcount.workers.model.info.gguf_file import read_gguf
+from headcount.workers.model.info.gguf_tokenizer import losses
+from headcount.workers.model.info.model_files import CONFIG, is_gguf, read_object
 from headcount.workers.model.info.text_tokenizer import (
     SETTINGS,
     check_tokenizer_files,
@@ -49,6 +51,7 @@ class SpecialTokens:
 
     tokens: dict[str, SpecialToken]
     bos: TrainedBos
+    lost: tuple[str, ...] = ()  # what a tokenizer from a GGUF file has lost
 
     @property
     def ids(self) -> dict[str, int | None]:
@@ -58,7 +61,8 @@ class SpecialTokens:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of them."""
-        return tuple(token.note for token in self.tokens.values() if token.note)
+        notes = (token.note for token in self.tokens.values() if token.note)
+        return (*notes, *self.lost)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class _TokenizerToken:
 
 def special_tokens(
     path: Path,
+    tokenizer_path: Path,
     config: Mapping[str, Any],
     d_vocab: int,
     family: str,
@@ -86,11 +91,12 @@ def special_tokens(
     `config` is what config.json says of the language model, and `defaults` what transformers makes
     of it.
     """
-    check_tokenizer_files(path)
+    check_tokenizer_files(tokenizer_path)
     generation = read_object(path / GENERATION) if (path / GENERATION).is_file() else {}
-    configurations = {CONFIG: config, GENERATION: generation}
-    tokenizer = _own_tokenizer(path)
-    of_tokenizer = _tokenizer_tokens(path, tokenizer)
+    name = path.name if is_gguf(path) else CONFIG
+    configurations = {name: config, GENERATION: generation}
+    tokenizer = _own_tokenizer(tokenizer_path)
+    of_tokenizer = _tokenizer_tokens(tokenizer_path, tokenizer)
     tokens = {
         field: _settled(
             field,
@@ -102,12 +108,15 @@ def special_tokens(
         for field in TOKENIZER_NAMES
     }
     bos, eos = (tokens[field].id for field in TOKENIZER_NAMES)
-    own_bos = None if tokenizer is None else _own_bos(path, tokenizer, bos)
-    return SpecialTokens(tokens, trained_bos(family, bos, eos, own_bos))
+    own_bos = None if tokenizer is None else _own_bos(tokenizer_path, tokenizer, bos)
+    lost = losses(tokenizer_path, tokenizer) if tokenizer and is_gguf(tokenizer_path) else ()
+    return SpecialTokens(tokens, trained_bos(family, bos, eos, own_bos), tuple(lost))
 
 
 def _own_bos(path: Path, tokenizer: Tokenizer, bos: int | None) -> OwnBos:
     """What a tokenizer says of the beginning of a text."""
+    if is_gguf(path):
+        return OwnBos(bos is not None and read_gguf(path).puts_bos_first)
     first = _around_a_text(tokenizer)["bos_token_id"].id
     settings = read_object(path / SETTINGS) if (path / SETTINGS).is_file() else {}
     # transformers puts the token first if it is told so, whatever tokenizer.json does.
@@ -192,6 +201,8 @@ def _tokenizer_tokens(path: Path, tokenizer: Tokenizer | None) -> dict[str, _Tok
     """What the tokenizer in a directory says of each field."""
     if tokenizer is None:
         return dict.fromkeys(TOKENIZER_NAMES, _TokenizerToken())
+    if is_gguf(path):
+        return {field: _gguf_token(path, tokenizer, field) for field in TOKENIZER_NAMES}
     around = _around_a_text(tokenizer)
     tokens: dict[str, _TokenizerToken] = {}
     for field, name in TOKENIZER_NAMES.items():
@@ -201,6 +212,13 @@ def _tokenizer_tokens(path: Path, tokenizer: Tokenizer | None) -> dict[str, _Tok
         else:
             tokens[field] = token if token.is_denied else around[field]
     return tokens
+
+
+def _gguf_token(path: Path, tokenizer: Tokenizer, field: str) -> _TokenizerToken:
+    """The token that a GGUF file names."""
+    token = read_gguf(path).fields.get(f"tokenizer.ggml.{field}")
+    name = None if token is None else tokenizer.id_to_token(token)
+    return _TokenizerToken(token, name or "")
 
 
 def _named_token(path: Path, name: str) -> _TokenizerToken:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headcount.schemas.errors import ModelError
+from headcount.workers.model.info.gguf_tokenizer import load_gguf_tokenizer
 from headcount.workers.model.info.model_files import (
     CONFIG,
     check_no_pointer,
+    is_gguf,
     read_file,
     read_object,
 )
@@ -96,7 +98,10 @@ class TextTokenizer:
         texts. Another version of the library is the same tokenizer if it makes the same tokens.
         """
         tokenizer_json = self._path / "tokenizer.json"
-        if tokenizer_json.is_file():
+        if is_gguf(self._path):
+            said = json.loads(self._tokenizer.to_str())
+            definition = {key: value for key, value in said.items() if key not in CUTS}
+        elif tokenizer_json.is_file():
             # Parsed, so that another layout of the same JSON is the same tokenizer.
             said = read_object(tokenizer_json)
             definition = {key: value for key, value in said.items() if key not in CUTS}
@@ -205,6 +210,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer whose files lie in a directory, in the library that applies it."""
     from tokenizers import Tokenizer
 
+    if is_gguf(path):
+        return load_gguf_tokenizer(path)
     check_tokenizer_files(path)
     if (path / "tokenizer.json").is_file():
         try:
