@@ -129,6 +129,8 @@ def _load_gguf(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModule
         )
     model, report = loaded
     _check_absent(info, report)
+    # The file does not name it, and TransformerLens looks for it.
+    model.config.architectures = [type(model).__name__]
     unused = tuple(sorted(report["unexpected_keys"]))
     return bridgeable(info, model, device, dtype)._replace(unused=unused)
 

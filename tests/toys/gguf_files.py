@@ -18,18 +18,17 @@ NAMES = {
 NORMAL, CONTROL = 1, 3  # types of tokens
 
 
-def write_gguf(
-    path: Path, model: Path, dtype: Any = np.float32, leave_out: str = "", **fields: Any
-) -> Path:
+def write_gguf(path: Path, model: Path, dtype: Any = np.float32, **fields: Any) -> Path:
     """Write the Llama and the byte-level tokenizer of a directory into one file.
 
-    `fields` are added, with `__` for a dot.
+    `fields` are added, with `__` for a dot; the tensors whose name has `leave_out` are left out.
     """
     from gguf import GGUFWriter, LlamaFileType
     from safetensors.numpy import load_file
 
     config = json.loads((model / "config.json").read_text())
     writer = GGUFWriter(path, fields.pop("architecture", "llama"))
+    leave_out = fields.pop("leave_out", None)
     writer.add_name("toy")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -45,12 +44,10 @@ def write_gguf(
     if (model / "tokenizer.json").is_file():
         _add_tokenizer(writer, json.loads((model / "tokenizer.json").read_text()))
     for name, value in fields.items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
-        add = writer.add_string if isinstance(value, str) else add
-        add(name.replace("__", "."), value)
+        _add_field(writer, name.replace("__", "."), value)
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     for name, weight in load_file(model / "model.safetensors").items():
-        if leave_out and leave_out in name:
+        if leave_out is not None and leave_out in name:
             continue
         # Of vectors llama.cpp keeps all digits.
         stored = weight.astype(dtype if weight.ndim > 1 else np.float32)
@@ -63,6 +60,15 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_field(writer: Any, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_uint32(name, value)
 
 
 def _in_pairs(weight: np.ndarray, heads: int) -> np.ndarray:

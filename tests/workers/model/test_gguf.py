@@ -161,8 +161,8 @@ def test_what_a_tokenizer_has_lost_is_said(llama: Path, tmp_path: Path) -> None:
     advice = "set tokenizer to the directory or Hub id of the original"
     assert told == {
         "smollm": (
-            "its tokenizer (smollm) has lost the step that splits numbers into digits: 1234567890 "
-            f"is 9 tokens, expected 10; {advice}",
+            "its tokenizer (smollm) has lost the step that splits off digits: '1234567890' is 9 "
+            f"tokens, expected 10; {advice}",
         ),
         "gpt-2": (),
         "llama-bpe": (),

@@ -221,7 +221,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise ModelError(
             f"{path}: no tokenizer files; text needs one (tokenizer.json, or vocab.json and "
-            "merges.txt)"
+            "merges.txt); put them there, or let tokenizer name a directory that has them"
         )
     from transformers import AutoTokenizer
 
