@@ -72,7 +72,8 @@ def local_directory(spec: str, revision: str | None = None, field: str = "model"
     """
     local = Path(os.path.expanduser(spec))
     if revision is not None and (spec.startswith("bundled:") or local.exists()):
-        kind = "on this machine" if local.exists() else "a model of headcount"
+        kind = "file" if local.is_file() else "directory"
+        kind = f"a {kind} of this machine" if local.exists() else "a model of headcount"
         raise ModelError(
             f"revision: expected with a model of the Hub only, and {spec} is {kind}, got "
             f"{revision!r}; leave it out"
