@@ -152,6 +152,12 @@ def test_plan_scan_doctor_and_manifest_say_how_sequences_begin_and_why(tmp_path:
     against = run(app, ["scan", str(file), "--replicas", "0", "--set", "bos=false"])
     told = f"sequences begin without BOS, token 256, although {evidence}"
     assert told in " ".join(against.output.split())
+    runs = str(tmp_path / "runs")
+    rows = run(app, ["query", runs, "SELECT bos, bos_evidence FROM runs", "--format", "csv"])
+    assert {*rows.output.split("\n")} >= {f"{bos},{evidence}" for bos in (True, False)}
+    assert run(app, ["report", runs, str(tmp_path / "report.html")]).exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"{word} BOS ({evidence})" in page for word in ("with", "without"))
     manifests = [
         Manifest.model_validate_json(path.read_text())
         for path in (tmp_path / "runs").glob("run_id=*/manifest.json")
