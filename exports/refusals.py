@@ -46,6 +46,10 @@ def check_setting(export: ExportFormat, options: Options, setting: Setting) -> N
         raise QueryError(f"export {export.name}: {problem}")
 
 
+MODEL_FIELDS = ("model", "revision", "adapter", "tokenizer")
+"""Fields of a scan that say what its model is."""
+
+
 def scan_for(
     needs: Needs, fields: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Scan, "ModelInfo"]:
@@ -53,14 +57,15 @@ def scan_for(
 
     All that a scan can be refused for is refused now, without a pass of the model.
     """
-    from headcount.workers.model.info.description import describe, find_model
+    from headcount.workers.model.info.description import describe, find_model, find_tokenizer
 
     keys = {override.partition("=")[0].strip() for override in overrides}
     # A model that is named twice is the last one.
-    of_model = [text for text in overrides if _key(text) in ("model", "revision", "adapter")]
+    of_model = [text for text in overrides if _key(text) in MODEL_FIELDS]
     model = override_fields({**fields}, of_model)
     directory = find_model(model["model"], model.get("revision"))
-    info = describe(directory, adapter=model.get("adapter", "refuse"))
+    tokenizer = find_tokenizer(model.get("tokenizer"))
+    info = describe(directory, None, model.get("adapter", "refuse"), tokenizer)
     # Which input was not asked for, if another one is.
     chooses_input = bool(keys & {"input", "input.family"})
     chooses_text = chooses_input or "input.files" in keys
@@ -121,7 +126,7 @@ def setting_of_scan(scan: Scan, info: "ModelInfo", destination: Place) -> Settin
         revision=scan.revision,
         adapter=scan.adapter,
         n_ctx=scan.n_ctx,
-        bos=scan.bos,
+        bos=info.begins_with_bos(scan.bos),
         input_options=scan.input.options,
         sequences=None if scan.sequences == "all" else scan.sequences,
         n_layers=info.n_layers,

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -73,7 +72,8 @@ def plan_replication(
         for run_name, checkpoint in checkpoints.items():
             places = {"model": checkpoint, "out": out}
             scan = parse_scan(override_fields(fields | places, own_overrides))
-            resolved = resolve(scan, models.describe(scan.model, scan.revision, scan.adapter))
+            of_scan = models.describe(scan.model, scan.revision, scan.adapter, scan.tokenizer)
+            resolved = resolve(scan, of_scan)
             if "token_text" in entry and model != replication.bundled_model:
                 _check_token(resolved, scan_name, entry["token_text"])
             scans[run_name] = resolved
@@ -92,7 +92,7 @@ def plan_replication(
         # Runs of one replication lie in many directories, and read the same texts.
         corpora = resolved.scan.corpora or str(place(out) / FOLDER)
         scan = resolved.scan.model_copy(update={"out": directory, "corpora": corpora})
-        run, _ = find_run(resolved, RunDirectory.of(directory, scan.run_id(name)), new=False)
+        run, _ = find_run(resolved, RunDirectory.of(directory, resolved.run_id(name)), new=False)
         plans.append(plan_run(replace(resolved, scan=scan), run, preparation=preparation))
     return plans
 
@@ -101,7 +101,7 @@ def _check_token(resolved: ResolvedScan, scan: str, text: str) -> None:
     """Refuse a token that the model's tokenizer reads as another text than was published."""
     info, token = resolved.info, int(resolved.sequences.options["token"])
     # Not the tokenizer of the sequences: random tokens do not depend on any.
-    tokenizer = TextTokenizer(Path(info.path), info.d_vocab)
+    tokenizer = TextTokenizer(info.tokenizer, info.d_vocab)
     (text_here,) = tokenizer.texts([token])
     if text_here != text:
         tokens = tokenizer.encode(text)
@@ -117,7 +117,7 @@ def describe_model(model: str, overrides: Iterable[str], models: KnownModels) ->
     """The model of a replication, or the one that overrides of all scans name: its revision has
     the sizes that decide what is compared.
     """
-    names = ("model", "revision", "adapter")
+    names = ("model", "revision", "adapter", "tokenizer")
     of_model = [each for each in overrides if field_of(each) in names]
     fields = override_fields({"model": model}, of_model)
     for name, value in fields.items():
@@ -231,7 +231,8 @@ def _scan_fields(
     """Fields of a scan. Later ones win: the defaults, its own, those of the model's family, and
     those of the miniature.
     """
-    fields = {"precision": PRECISION} | replication.defaults
+    # A published condition does not depend on how the model at hand was trained.
+    fields = {"precision": PRECISION, "bos": True} | replication.defaults
     fields |= {key: value for key, value in entry.items() if key not in REPLICATION_FIELDS}
     fields |= replication.family.get(family, {})
     if model == replication.bundled_model:

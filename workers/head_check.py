@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -213,7 +212,7 @@ class HeadTrial:
     def text(self) -> np.ndarray | None:
         """The tokens of a text; None if the model has no tokenizer, or the text is too short."""
         try:
-            tokenizer = TextTokenizer(Path(self.info.path), self.info.d_vocab)
+            tokenizer = TextTokenizer(self.info.tokenizer, self.info.d_vocab)
             tokens = np.array(tokenizer.encode(read_text(BUNDLED_LICENSE)))
         except ModelError:
             return None
@@ -289,8 +288,6 @@ class HeadTrial:
         """The scan whose sequences a question is made of. It is never run."""
         fields = {"model": self.model, "n_ctx": self.n_ctx, "sequences": self.sequences}
         fields |= {"sequences_per_shard": self.sequences, "seed": seed}
-        # Some models have no token with which a sequence begins.
-        fields["bos"] = self.info.bos_token_id is not None
         return parse_scan({**fields, "input": {"family": family}})
 
     def _question(self, task: Task, seed: int) -> Question:
@@ -303,9 +300,10 @@ class HeadTrial:
         scan = self._scan("repeated_random", seed)
         repeats = Sequences(scan, self.info).shard(0).tokens
         # The first token of the second copy cannot be known: nothing says that a copy begins.
-        period = (scan.n_ctx - scan.bos + 1) // 2
+        first = int(self.info.begins_with_bos(scan.bos))
+        period = (scan.n_ctx - first + 1) // 2
         asked = np.zeros(repeats.shape, dtype=bool)  # [sequence pos]
-        asked[:, scan.bos + period + 1 :] = True
+        asked[:, first + period + 1 :] = True
         return Question(repeats, asked)
 
     def _question_of_text(self, seed: int) -> Question:
@@ -315,7 +313,7 @@ class HeadTrial:
         sequences = min(TEXT_SEQUENCES, self.sequences)
         starts = np.random.default_rng(seed).integers(last_start + 1, size=sequences)
         tokens = self.text[starts[:, None] + np.arange(self.n_ctx)]
-        if self.info.bos_token_id is not None:
+        if self.info.begins_with_bos("auto"):
             tokens[:, 0] = self.info.bos_token_id
         asked = np.zeros(tokens.shape, dtype=bool)  # [sequence pos]
         # The token before the asked one is the query.

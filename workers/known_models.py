@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 
 from headcount.workers.loading import load_model
-from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.description import describe, find_model, find_tokenizer
 from headcount.workers.model.info.model_files import AdapterChoice
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
@@ -17,16 +17,21 @@ class KnownModels:
     """Models by name, described and loaded once for a command with many scans."""
 
     def __init__(self) -> None:
-        self._descriptions: dict[tuple[str, str | None, AdapterChoice], ModelInfo] = {}
+        self._descriptions: dict[tuple[str, str | None, AdapterChoice, str | None], ModelInfo] = {}
         self._loaded: OrderedDict[tuple[object, ...], Model] = OrderedDict()
 
     def describe(
-        self, model: str, revision: str | None = None, adapter: AdapterChoice = "refuse"
+        self,
+        model: str,
+        revision: str | None = None,
+        adapter: AdapterChoice = "refuse",
+        tokenizer: str | None = None,
     ) -> ModelInfo:
         """What a model is: a Hub id, at a revision if one is given, a directory or bundled:NAME."""
-        key = model, revision, adapter
+        key = model, revision, adapter, tokenizer
         if key not in self._descriptions:
-            self._descriptions[key] = describe(find_model(model, revision), adapter=adapter)
+            path, tokenizer_path = find_model(model, revision), find_tokenizer(tokenizer)
+            self._descriptions[key] = describe(path, None, adapter, tokenizer_path)
         return self._descriptions[key]
 
     def load(

@@ -1,11 +1,13 @@
 """From a model's files to a `Model`: its bare modules, and how their bridge is booted.
 
 A model in Hugging Face's layout is loaded by transformers, and its bridge is booted when something
-asks for it. One in TransformerLens's old layout is converted to modules of TransformerLens's own.
+asks for it. So is a GGUF file, whose weights become plain ones. One in TransformerLens's old layout
+is converted to modules of TransformerLens's own.
 """
 
 import copy
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from headcount.workers.model.bare_modules import (
     find_modules,
     fuse_gelu,
 )
+from headcount.workers.model.info.gguf_file import gguf_alone, gguf_config
 from headcount.workers.model.info.model_files import adapter_files, weight_files
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import LoadedModules, Model
@@ -38,6 +41,14 @@ STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 NO_ADAPTER = {"subfolder": "no-adapter"}
 """Where transformers is to look for an adapter. By itself it applies the one beside the weights."""
 
+LOADING: dict[str, Any] = {
+    "attn_implementation": "eager",
+    "trust_remote_code": False,
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+}
+"""What transformers is told of every model."""
+
 BARE_ALONE = ("embed", "unembed", "rotary_positions", "key_input")
 """Activations whose modules are found without TransformerLens."""
 
@@ -46,7 +57,7 @@ def load_model(
     info: ModelInfo, weights: str, device: str, dtype: torch.dtype = torch.float32
 ) -> Model:
     """Load a model with its weights as `dtype`; `weights` is `raw` or `folded`."""
-    load = _load_hugging_face if info.layout == "huggingface" else load_legacy
+    load = LOADERS[info.layout]
     return model_of(info, load(info, device, dtype), weights)
 
 
@@ -87,20 +98,49 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             info.path,
             dtype=dtype,
-            attn_implementation="eager",
             use_safetensors=files[0].suffix != ".bin",
             # A .bin file is a pickle. Code in it is refused and not run.
             weights_only=True,
             local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
             adapter_kwargs=NO_ADAPTER,
+            **LOADING,
         )
     except Exception as error:
         check_pickles(files)
         raise ModelError(f"{info.path}: the weights cannot be loaded ({reason(error)})") from None
     model, report = loaded
+    _check_absent(info, report)
+    if info.has_adapter:
+        check_pickles(file for file in adapter_files(Path(info.path)) if file.suffix == ".bin")
+        apply_adapter(model, Path(info.path), drawn_tokens(info, 1, CHECK_TOKENS))
+    # What the library knows to ignore is not among them.
+    unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
+    return bridgeable(info, model, device, dtype)._replace(unused=tuple(sorted(unused)))
+
+
+def _load_gguf(info: ModelInfo, device: str, dtype: torch.dtype) -> LoadedModules:
+    from transformers import AutoModelForCausalLM
+
+    path = Path(info.path)
+    config = gguf_config(path)
+    with gguf_alone(path) as words:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **words, config=config, dtype=dtype, **LOADING
+        )
+    model, report = loaded
+    _check_absent(info, report)
+    # The file does not name it, and TransformerLens looks for it.
+    model.config.architectures = [type(model).__name__]
+    unused = tuple(sorted(report["unexpected_keys"]))
+    return bridgeable(info, model, device, dtype)._replace(unused=unused)
+
+
+LOADERS = {"huggingface": _load_hugging_face, "gguf": _load_gguf, "legacy": load_legacy}
+"""How models are loaded, by the layout of their files."""
+
+
+def _check_absent(info: ModelInfo, report: Mapping[str, Any]) -> None:
+    """Refuse weights that the files do not have, or in another shape."""
     # transformers draws such weights at random and only warns.
     mismatched = [name for name, *_ in report["mismatched_keys"]]
     absent = sorted({*report["missing_keys"], *mismatched})
@@ -109,9 +149,3 @@ def _load_hugging_face(info: ModelInfo, device: str, dtype: torch.dtype) -> Load
             f"{info.path}: weights missing or of another shape: {', '.join(absent[:5])} "
             f"({len(absent)} in all)"
         )
-    if info.has_adapter:
-        check_pickles(file for file in adapter_files(Path(info.path)) if file.suffix == ".bin")
-        apply_adapter(model, Path(info.path), drawn_tokens(info, 1, CHECK_TOKENS))
-    # What the library knows to ignore is not among them.
-    unused = (name for name in report["unexpected_keys"] if not STORED_MASK.search(name))
-    return bridgeable(info, model, device, dtype)._replace(unused=tuple(sorted(unused)))

@@ -86,7 +86,7 @@ class RunModel:
         """What the model's files say."""
         from headcount.workers.model.info.description import describe
 
-        return describe(*self._files, self._adapter)
+        return describe(*self._files, self._adapter, self._tokenizer_path)
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
@@ -94,7 +94,13 @@ class RunModel:
 
         # What `info` says would be read by transformers, which takes seconds to import.
         directory, _ = self._files
-        return TextTokenizer(directory, self.manifest.model["d_vocab"])
+        return TextTokenizer(self._tokenizer_path or directory, self.manifest.model["d_vocab"])
+
+    @cached_property
+    def _tokenizer_path(self) -> Path | None:
+        from headcount.workers.model.info.description import find_tokenizer
+
+        return find_tokenizer(self._scan_fields.get("tokenizer"))
 
     def text(self, tokens: list[int]) -> str:
         """The text of some tokens."""

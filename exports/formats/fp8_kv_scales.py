@@ -63,6 +63,8 @@ def checkpoint_of(setting: Setting, options: Options) -> Checkpoint:
 
     model = options["checkpoint"]
     directory = find_model(model or setting.model, None if model else setting.revision)
+    if directory.is_file():
+        raise QueryError(f"{directory}: is one file; --checkpoint names the directory of the model")
     if not isinstance(setting.destination, Path):
         raise QueryError(f"{setting.destination}: expected a folder of this disk, to link weights")
     if setting.destination.resolve() == directory.resolve():

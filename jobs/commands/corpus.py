@@ -67,12 +67,12 @@ def prepare(
     )
     from headcount.jobs.resources import Resources
     from headcount.workers.inputs.sequences import Sequences
-    from headcount.workers.model.info.description import describe, find_model
+    from headcount.workers.model.info.description import described
     from headcount.workers.process import prepare_process
 
     prepare_process()
     resources = Resources(replicas, cores, "cpu", address)
-    info = describe(find_model(scan.model, scan.revision), adapter=scan.adapter)
+    info = described(scan)
     sequences = Sequences(scan.for_model(info), info)
     if sequences.corpus is None:
         raise ScanError(

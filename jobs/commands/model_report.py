@@ -31,6 +31,7 @@ def report_model(name: str, adapter: AdapterChoice = "refuse") -> Iterator[tuple
     info = models.describe(name, adapter=adapter)
     heads = f"{counted(info.n_layers, 'layer')} of {counted(info.n_heads, 'head')}"
     yield "model", f"{info.name}: {heads}, d_head {info.d_head}, up to {info.n_ctx:,} tokens"
+    yield "BOS", info.bos_line(info.begins_with_bos("auto"))
     for note in info.notes:
         yield "note", note
 

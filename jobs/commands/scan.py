@@ -117,7 +117,7 @@ def plan(
     check_directories(parsed_scan)
     with waiting(progress_console, "planning"):
         resolved = resolve(parsed_scan)
-        first_run = RunDirectory.of(parsed_scan.out, resolved.scan.run_id(scan_file.stem))
+        first_run = RunDirectory.of(parsed_scan.out, resolved.run_id(scan_file.stem))
         run, alike = find_run(resolved, first_run, new)
         # A scan that cannot run is refused before any text is tokenised.
         rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
@@ -191,6 +191,7 @@ def _print_fields(console: Console, plan: Plan, parsed_scan: Scan, every: bool) 
 def _cost_rows(plan: Plan, cost: Cost) -> Iterator[tuple[str, str]]:
     replicas = "in this process" if not cost.replicas else counted(cost.replicas, "replica")
     yield "device", f"{cost.device}, {cost.precision}, {replicas}"
+    yield "BOS", plan.info.bos_line(plan.sequences.has_bos)
     yield "batches", counted(cost.batch_size, "sequence")
     done = f", {plan.shards_done:,} done" if plan.shards_done else ""
     estimate, index = plan.estimate, plan.sequences.index

@@ -45,7 +45,9 @@ def estimate_corpus(sequences: Sequences, corpora: Place) -> CorpusEstimate | No
         if work.is_done:
             return None
         there = work.index
-        index = SequenceIndex(work.store, corpus, there.length, there.separator)
+        index = SequenceIndex(
+            work.store, corpus, there.length, there.separator, beyond=there.beyond
+        )
         for place, portion in zip(there.places, there.portions, strict=False):
             index.add(place.first_source, portion)
         if len(index):

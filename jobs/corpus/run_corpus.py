@@ -152,6 +152,7 @@ def _change(
         index.length,
         index.separator,
         manifest.sequences,
+        beyond=index.beyond,
     )
     try:
         for first_source, portion, _ in before.portions:

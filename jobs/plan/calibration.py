@@ -17,7 +17,7 @@ from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.interventions import bind
 from headcount.workers.known_models import KnownModels
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.info.model_info import NO_IDENTITY, ModelInfo
 
 MOST_TOKENS_OF_A_SHARD = 65_536
 """Tokens of a shard, over all interventions: minutes of a CPU with a model of 100 million weights.
@@ -184,7 +184,8 @@ def _measured_heads(manifest: Manifest, info: ModelInfo) -> MeasuredHeads:
 def _info(manifest: Manifest) -> ModelInfo:
     fields: dict[str, Any] = dict(manifest.model)
     layers = fields.pop("attention_layers", None)
-    del fields["files"]
+    for name in NO_IDENTITY:
+        fields.pop(name, None)
     return ModelInfo("", attention_layers=layers and tuple(layers), **fields)
 
 

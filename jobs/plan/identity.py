@@ -20,6 +20,9 @@ from headcount.schemas.filled_tables import WORDS
 from headcount.schemas.places import names
 from headcount.schemas.scans.training_step import training_step
 
+PLACES_OF_MODEL = ("model", "revision", "tokenizer")
+"""Fields of a scan that say where a model and its tokenizer lie."""
+
 FILE_OPTIONS = ("files", "text")  # options of input families that name files
 
 
@@ -153,7 +156,7 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
 
 def without_model(identity: Mapping[str, Any]) -> dict[str, Any]:
     """An identity without what the model is called and where it lies; its content stays."""
-    scan = {k: v for k, v in identity["scan"].items() if k not in ("model", "revision")}
+    scan = {k: v for k, v in identity["scan"].items() if k not in PLACES_OF_MODEL}
     model = {k: v for k, v in identity["model"].items() if k != "name"}
     return {**identity, "scan": scan, "model": model}
 
@@ -166,7 +169,7 @@ def _kind_of_file(name: str) -> str:
 
 def _values(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The part of an identity that is compared by value, by words; places are no part of it."""
-    scan = {k: v for k, v in identity["scan"].items() if k not in ("model", "revision")}
+    scan = {k: v for k, v in identity["scan"].items() if k not in PLACES_OF_MODEL}
     options = {k: v for k, v in scan.get("input", {}).items() if k not in FILE_OPTIONS}
     if _is_directory(options.get("dataset")):
         del options["dataset"]

@@ -39,7 +39,7 @@ from headcount.workers.inputs.sequences import Sequences
 REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 """Fields that change no row; a manifest holds the values that were set last."""
 
-PLACES = ("model", *(f"input.{option}" for option in FILE_OPTIONS))
+PLACES = ("model", "tokenizer", *(f"input.{option}" for option in FILE_OPTIONS))
 """Fields of a scan that say where something lies. What lies there is known by its content."""
 
 SHARD_OPERATIONS = 3e12
@@ -79,7 +79,7 @@ def make_plan(
     """
     check_directories(scan)
     resolved = resolve(scan)
-    run = RunDirectory.of(scan.out, resolved.scan.run_id(name) if run_id is None else run_id)
+    run = RunDirectory.of(scan.out, resolved.run_id(name) if run_id is None else run_id)
     alike: tuple[RunDirectory, ...] = ()
     if run_id is None:
         run, alike = find_run(resolved, run, new)
@@ -254,8 +254,10 @@ def _manifest(
 def places_of(scan: Scan) -> dict[str, Location]:
     """The places that a scan names, by field: a model's directory, and files."""
     places: dict[str, Location] = {}
-    if (directory := _on_disk(scan.model)) is not None and directory.is_dir():
-        places["model"] = scan.model
+    for field, name in (("model", scan.model), ("tokenizer", scan.tokenizer)):
+        # Another name may be one of the Hub.
+        if name is not None and (path := _on_disk(name)) is not None and path.exists():
+            places[field] = name
     options = scan.input.options
     return places | {f"input.{o}": options[o] for o in FILE_OPTIONS if options.get(o) is not None}
 
@@ -292,8 +294,8 @@ def _absolute_override(override: str) -> str:
     places: list[Any] = []
     for name in value if isinstance(value, list) else [value]:
         path = _on_disk(name) if isinstance(name, str) else None
-        # A model that is no directory here may be one of the Hub.
-        is_place = path is not None and (field != "model" or path.is_dir())
+        # A model that is not here may be one of the Hub.
+        is_place = path is not None and (field not in ("model", "tokenizer") or path.exists())
         places.append(os.path.abspath(path) if path is not None and is_place else name)
     return f"{field}={json.dumps(places if isinstance(value, list) else places[0])}"
 

@@ -11,11 +11,11 @@ from typing import Any
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.manifest import Meanings, fingerprints
 from headcount.schemas.registry import check_docstrings
-from headcount.schemas.scans.scan import Scan, in_one_order
+from headcount.schemas.scans.scan import Scan, in_one_order, run_id
 from headcount.workers.inputs import INPUTS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import BoundIntervention, bind, needs_partners
-from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.description import described
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.providers import column_record
@@ -35,6 +35,11 @@ class ResolvedScan:
     interventions: Records
     identity: dict[str, Any]  # what rows mean: scan, model, corpus, tokenizer; not the code
     code: str  # fingerprint of the code that runs here
+    fingerprint: str  # of the scan as it was written, which names its run
+
+    def run_id(self, name: str) -> str:
+        """The id of the run of a scan of this name."""
+        return run_id(name, self.fingerprint)
 
     @property
     def records(self) -> dict[str, Records]:
@@ -76,8 +81,9 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
     """
     interventions = check_scan(scan)
     if info is None:
-        info = describe(find_model(scan.model, scan.revision), adapter=scan.adapter)
-    scan_of_model = scan.for_model(info)
+        info = described(scan)
+    written = scan.for_model(info)
+    scan_of_model = written.model_copy(update={"bos": info.begins_with_bos(scan.bos)})
     # Whether an intervention fits depends on the model: a layer or a head may not exist.
     for intervention in interventions:
         intervention.check(info, scan_of_model.n_ctx)
@@ -117,4 +123,5 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
         interventions=bound,
         identity=identity,
         code=code_fingerprint(),
+        fingerprint=written.fingerprint_for(info.begins_with_bos("auto")),
     )

@@ -38,6 +38,9 @@ class RunPlan:
     def notes(self) -> list[str]:
         """What a user should know of the run before it continues."""
         notes = list(self.info.notes)
+        has_bos = self.info.begins_with_bos(self.scan.bos)
+        if self.info.bos.is_strong and has_bos != self.info.begins_with_bos("auto"):
+            notes.append(self.info.bos_line(has_bos))
         if self.previous_manifest is None:
             return notes
         notes += changed_versions(self.previous_manifest)

@@ -20,6 +20,7 @@ from headcount.workers.model.info.model_files import (
     adapter_files,
     adapter_names,
     file_digests,
+    is_gguf,
     layout_of,
     listed_weights,
     read_object,
@@ -114,7 +115,7 @@ def _files(checkpoint: ScanOfCheckpoint, whole: bool) -> Files:
                 directory = find_model(model, revision, download=False)
             except ModelError:
                 raise error from None
-    layout = layout_of(read_object(directory / CONFIG))
+    layout = "gguf" if is_gguf(directory) else layout_of(read_object(directory / CONFIG))
     if whole:
         digests = file_digests(directory, layout, scan.adapter)
         return {name: digest.hex() for name, digest in digests.items()}

@@ -104,13 +104,17 @@ def _directories(scan_file: Path, pattern: str) -> list[str]:
     prefix, root = (BUNDLED, BUNDLED_MODELS) if pattern.startswith(BUNDLED) else ("", Path())
     matches = glob.glob(os.path.expanduser(pattern.removeprefix(prefix)), root_dir=root)
     # A directory without a configuration is no model: logs often lie beside checkpoints.
-    directories = [f"{prefix}{path}" for path in matches if (root / path / "config.json").is_file()]
+    directories = [f"{prefix}{path}" for path in matches if _is_model(root / path)]
     if not directories:
         raise ScanError(
             f"{scan_file}: model: no directory with a config.json matches {pattern!r} (in "
             f"{Path.cwd()}); expected directories of models, such as steps/step-*"
         )
     return sorted(directories, key=by_numbers)
+
+
+def _is_model(path: Path) -> bool:
+    return (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file())
 
 
 def by_numbers(path: str) -> tuple[bool, list[int], str]:
@@ -131,7 +135,7 @@ def portable_scan(scan_file: Path, overrides: Sequence[str]) -> Scan:
     from headcount.jobs.plan.resolved_scan import check_scan
     from headcount.workers.inputs.sequences import Sequences
     from headcount.workers.interventions import needs_partners
-    from headcount.workers.model.info.description import describe, find_model
+    from headcount.workers.model.info.description import described
 
     scan = load_scan(scan_file, overrides)
     places = [("out", scan.out, "--set out=s3://BUCKET/runs")]
@@ -153,17 +157,19 @@ def portable_scan(scan_file: Path, overrides: Sequence[str]) -> Scan:
                 f"{key}: {location} means another place on every node; expected a store or an "
                 f"absolute path ({example})"
             )
-    # `a/b` may be a directory here, and may be a model of the Hub.
-    is_directory_here = not os.path.isabs(scan.model) and Path(scan.model).is_dir()
-    if scan.model.startswith((".", "~")) or is_directory_here:
-        raise ScanError(
-            f"model: {scan.model} is a directory of this machine; expected bundled:NAME, a Hub id "
-            "or an absolute path that every node mounts"
-        )
+    for field, name in (("model", scan.model), ("tokenizer", scan.tokenizer or BUNDLED)):
+        # `a/b` may be a directory here, and may be a model of the Hub.
+        is_here = not os.path.isabs(name) and os.path.exists(name)
+        if name.startswith((".", "~")) or is_here:
+            kind = "file" if os.path.isfile(name) else "directory"
+            raise ScanError(
+                f"{field}: {name} is a {kind} of this machine; expected bundled:NAME, a Hub id "
+                "or an absolute path that every node mounts"
+            )
     check_scan(scan)
     # Bundled models are small and on this machine, so more can be checked.
     if scan.model.startswith(BUNDLED):
-        info = describe(find_model(scan.model))
+        info = described(scan)
         scan = scan.for_model(info)
         sequences = Sequences(scan, info, partners=needs_partners(scan.interventions))
         if sequences.family.synthetic:

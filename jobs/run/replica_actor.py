@@ -25,7 +25,7 @@ from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.interventions import needs_partners
 from headcount.workers.interventions.settlement import check_begun
-from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.description import described
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.provenance.code_fingerprint import Code, check_code
@@ -69,7 +69,7 @@ class ReplicaActor:
         self.computing = ThreadPoolExecutor(max_workers=1)
         threads = resources.cores if resources.device == "cpu" else None
         self.computing.submit(prepare_process, threads).result()
-        local_info = describe(find_model(scan.model, scan.revision), adapter=scan.adapter)
+        local_info = described(scan)
         if local_info.sha256 != info.sha256:
             raise RunError(
                 f"model {scan.model}: this node has weights {local_info.sha256}, "

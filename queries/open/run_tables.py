@@ -116,6 +116,7 @@ def _run_row(run: Run) -> dict[str, Any]:
     ).hexdigest()
     return {
         **{key: scan.get(key) for key in ("model", "weight_processing", "engine", "n_ctx", "bos")},
+        "bos_evidence": manifest.model.get("bos", {}).get("evidence") or None,
         "seed": scan.get("seed"),
         **{key: manifest.model.get(key) for key in MODEL_SIZES},
         "step": training_step(scan.get("model", ""), scan.get("revision")),

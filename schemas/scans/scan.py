@@ -67,7 +67,10 @@ CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_
 UNORDERED = ("files", "columns", "where")
 """Options of inputs whose lists mean the same in any order."""
 
-LEFT_OUT = {"layers": "all", "heads": "all", "unused_weights": "refuse", "adapter": "refuse"}
+LEFT_OUT: dict[str, object] = {
+    "layers": "all", "heads": "all", "unused_weights": "refuse", "adapter": "refuse",
+    "tokenizer": None,
+}  # fmt: skip
 """Values with which a field is no part of what rows mean."""
 
 
@@ -91,12 +94,16 @@ class Setting(BaseModel):
     )
 
     model: Text
-    """A Hub id, a local directory, or bundled:NAME. Of several checkpoints a list, or a pattern of
-    directories such as steps/step-*: a run each.
+    """A Hub id, a local directory, a GGUF file, or bundled:NAME. Of several checkpoints a list, or
+    a pattern of directories such as steps/step-*: a run each.
     """
     revision: Text | None = None
     """Branch, tag or commit on the Hub; a list of them makes a run each. Default: the default
     branch.
+    """
+    tokenizer: Text | None = None
+    """A directory, GGUF file or Hub id of another tokenizer than the one that lies beside the
+    weights. Default: that one.
     """
     weight_processing: Literal["raw", "folded"] = "raw"
     """raw: as trained. folded: LayerNorm folded in and weights centred, as older TransformerLens
@@ -120,8 +127,10 @@ class Setting(BaseModel):
     """
     n_ctx: Count
     """Tokens in every sequence, the beginning-of-sequence token included."""
-    bos: bool = True
-    """Whether every sequence begins with the model's beginning-of-sequence token."""
+    bos: bool | Literal["auto"] = "auto"
+    """Whether every sequence begins with the model's beginning-of-sequence token. auto: as in its
+    training, as far as its tokenizer shows it.
+    """
     input: Input
     """Where sequences come from: a family and its options."""
     interventions: tuple[Intervention, ...] = (NONE,)
@@ -238,8 +247,19 @@ class Scan(Measured):
     @property
     def fingerprint(self) -> str:
         """Identifies what the scan measures; it does not depend on where the run is written."""
+        return self.fingerprint_for(has_bos=True)
+
+    def fingerprint_for(self, has_bos: bool) -> str:
+        """The fingerprint where `bos = "auto"` means `has_bos`.
+
+        It is that of `true` wherever nobody has read the model, as where a job is submitted. So it
+        is for every model, and `true` has one of its own where auto means false.
+        """
+        bos: object = True if self.bos == "auto" else self.bos
+        if self.bos is True and not has_bos:
+            bos = "true, and auto is false"
         # Sorted, because the order of fields in a file must not matter.
-        content = json.dumps(self.record, sort_keys=True)
+        content = json.dumps(self.record | {"bos": bos}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:8]
 
     @property
@@ -249,7 +269,12 @@ class Scan(Measured):
 
     def run_id(self, name: str) -> str:
         """The id of the run of this scan. The same scan has the same id and finds its run again."""
-        return f"{safe_name(name)}-{self.fingerprint}"
+        return run_id(name, self.fingerprint)
+
+
+def run_id(name: str, fingerprint: str) -> str:
+    """The id of the run of a scan, by its name and its fingerprint."""
+    return f"{safe_name(name)}-{fingerprint}"
 
 
 def in_one_order(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,7 +457,7 @@ def _check_gradients(scan: Scan) -> None:
 def _check_paths(scan: Scan) -> None:
     """Refuse names that no file system takes, and directories that cannot hold runs."""
     inputs = [scan.input.options.get(option) for option in ("files", "text", "dataset")]
-    for _, text in [("", scan.model), *_texts(inputs)]:
+    for _, text in [("", scan.model), *_texts([scan.tokenizer]), *_texts(inputs)]:
         check_address(text)
     paths = {"model": scan.model, "out": scan.out, "corpora": scan.corpora or "corpora"}
     for key, path in paths.items():

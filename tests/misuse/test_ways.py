@@ -246,6 +246,7 @@ def test_a_plan_shows_the_fields_that_the_scan_sets_and_with_all_the_others(
     values = {"model", "n_ctx", "statistics", "sequences", "sequences_per_shard", "seed"}
     values |= {"input.family", "input.files"}
     tables = {"device", "batches", "shards", "tokens", "corpus", "memory", "none", "heads", "all"}
+    tables.add("BOS")
     assert set(fields[0]) - tables == values
     assert set(Scan.model_fields) - {"input"} | {"input.packing"} <= set(fields[1])
     # Both count the table `heads`, which has the name of a field.

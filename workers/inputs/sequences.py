@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,11 +76,9 @@ class Sequences:
 
     def _check(self) -> None:
         """Refuse what does not fit the model, the scan or our files."""
-        scan, info, options = self.scan, self.info, self.options
-        if scan.bos and info.bos_token_id is None:
-            raise ModelError(
-                f"{no_token(info, 'bos_token_id', 'beginning-of-sequence')}; set bos = false"
-            )
+        info, options = self.info, self.options
+        if self.has_bos and info.bos_token_id is None:
+            raise ModelError(f"{no_token(info, 'bos_token_id')}; set bos = false")
         for problem in self._problems():
             raise ScanError(problem)
         for key in ("files", "text"):
@@ -96,7 +93,7 @@ class Sequences:
         ids = f"0 to {info.d_vocab - 1}, the token ids of {info.name}"
         if scan.n_ctx > info.n_ctx:
             yield f"n_ctx: {scan.n_ctx} is beyond the {info.n_ctx} positions of {info.name}"
-        if options.get("repeat_bos") and not scan.bos:
+        if options.get("repeat_bos") and not self.has_bos:
             yield "input.repeat_bos: expected with bos = true only; leave it out"
         low, high = options.get("low", 0), options.get("high")
         end = info.d_vocab if high is None else high
@@ -109,7 +106,7 @@ class Sequences:
         token = options.get("token")
         if token is not None and token >= info.d_vocab:
             yield f"input.token: expected {ids}, got {token}"
-        first, position = int(scan.bos), options.get("position")
+        first, position = int(self.has_bos), options.get("position")
         if position is not None and not first <= position < scan.n_ctx:
             yield (
                 f"input.position: expected {first} to {scan.n_ctx - 1}, the positions of text in a "
@@ -129,9 +126,14 @@ class Sequences:
     # What the scan asks for
 
     @property
+    def has_bos(self) -> bool:
+        """Whether every sequence begins with the beginning-of-sequence token."""
+        return self.info.begins_with_bos(self.scan.bos)
+
+    @property
     def length(self) -> int:
         """Tokens of a sequence that are not the beginning-of-sequence token."""
-        return self.scan.n_ctx - self.scan.bos
+        return self.scan.n_ctx - self.has_bos
 
     @property
     def text_length(self) -> int:
@@ -167,7 +169,7 @@ class Sequences:
     def tokenizer(self) -> TextTokenizer:
         """The model's tokenizer."""
         self.has_read_tokenizer = True
-        return TextTokenizer(Path(self.info.path), self.info.d_vocab)
+        return TextTokenizer(self.info.tokenizer, self.info.d_vocab)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -201,11 +203,13 @@ class Sequences:
         # Refused before anything is tokenised.
         if self.corpus.packing == "concat" and separator is None:
             raise ModelError(
-                f"{no_token(info, 'eos_token_id', 'end-of-text')} to join documents with; "
-                "pack by document"
+                f"{no_token(info, 'eos_token_id')} to join documents with; pack by document"
             )
         in_a_row = self.scan.bad_rows_in_a_row
-        return SequenceIndex(store, self.corpus, self.text_length, separator, self.enough, in_a_row)
+        beyond = self.tokenizer.beyond
+        return SequenceIndex(
+            store, self.corpus, self.text_length, separator, self.enough, in_a_row, beyond
+        )
 
     def use_index(self, index: SequenceIndex | None) -> None:
         """Read the corpus by another index; None means that one is still to be made."""
@@ -316,13 +320,13 @@ class Sequences:
             ]
         if corpus.repeat_bos:
             # The first copy of the text, with its token in front, is repeated to the end.
-            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self.text_length + self.scan.bos)]
+            tokens = tokens[:, np.arange(self.scan.n_ctx) % (self.text_length + self.has_bos)]
         return tokens
 
     def _with_bos(self, sequences: ArrayLike) -> np.ndarray:
         """A new array of sequences, each behind the token that the scan begins them with."""
         tokens = np.array(sequences, np.int32)
-        bos = self.info.bos_token_id if self.scan.bos else None
+        bos = self.info.bos_token_id if self.has_bos else None
         return tokens if bos is None else np.insert(tokens, 0, bos, axis=1)
 
     # Drawing
@@ -334,15 +338,27 @@ class Sequences:
         for sequence in span:
             returned = family.sequence(self._draw_of(sequence), self.options)
             if isinstance(returned, Labelled):
-                labels.append([""] * self.scan.bos + returned.names(family.name))
+                labels.append([""] * self.has_bos + returned.names(family.name))
                 returned = returned.tokens
             if np.shape(returned) != (self.length,):
                 raise ScanError(
                     f"input family {family.name}: returned shape {np.shape(returned)}, expected "
                     f"({self.length},)"
                 )
+            self._check_tokens(sequence, np.asarray(returned))
             tokens.append(returned)
         return self._with_bos(tokens), labels or None
+
+    def _check_tokens(self, sequence: int, tokens: np.ndarray) -> None:
+        """Refuse a drawn sequence with a token that the model does not have."""
+        token = int(tokens.max(initial=0))
+        if token >= self.info.d_vocab:
+            name = self.tokenizer.beyond.get(token, "of no name")
+            raise ScanError(
+                f"input family {self.family.name}: sequence {sequence} uses token {token} "
+                f"({printable(name)}), which is none of the {self.info.d_vocab:,} tokens of "
+                f"{self.info.name}; choose another text"
+            )
 
     @cached_property
     def _frequencies(self) -> tuple[np.ndarray, np.ndarray]:

@@ -152,7 +152,7 @@ def _run(
         if layer == len(blocks) - 1:
             raise SeenEnough
 
-    options = {"use_cache": False} if info.layout == "huggingface" else {}
+    options = {"use_cache": False} if info.is_of_transformers else {}
     with suppress(SeenEnough), ExitStack() as hooks:
         for layer, block in enumerate(blocks):
             hooks.enter_context(block.register_forward_pre_hook(partial(begin_layer, layer)))

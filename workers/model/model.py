@@ -424,7 +424,7 @@ class Model:
     def run_bare(self, tokens: Tensor, attend: Attend) -> None:
         """One forward pass of the bare modules, with `attend` as their attention."""
         # Hugging Face would keep all keys and values for a next token, which is never asked for.
-        options = {"use_cache": False} if self.info.layout == "huggingface" else {}
+        options = {"use_cache": False} if self.info.is_of_transformers else {}
         with attending(self.bare, attend):
             self.bare(tokens, **options)
 

@@ -432,7 +432,7 @@ def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
 
 def test_places_of_the_input_are_names() -> None:
     options = json.dumps({"files": ["/home/me/pile/00.jsonl", "s3://mine/b/*.txt", "docs/*.md"]})
-    words = _input_words({"input_options": options, "documents": None})
+    words = _input_words({"input_options": options, "documents": None, "bos": None})
     assert words == "files 00.jsonl *.txt docs/*.md"
 
 

@@ -100,7 +100,7 @@ def test_the_command_prints_the_report() -> None:
     answer = ended("doctor", "--model", "bundled:attn-only-2l-mini")
     assert answer.code == 0, answer.output
     words = [line.split()[0] for line in answer.output.splitlines()]
-    assert words[:3] == ["model", "engine", "attention"]
+    assert words[:3] == ["model", "BOS", "engine"]
 
 
 @pytest.mark.parametrize(("family", "change", "message"), [

@@ -10,7 +10,7 @@ import json
 import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -87,10 +87,12 @@ class SequenceIndex:
         separator: int | None,
         enough: int | None = None,
         most_bad_in_a_row: int | None = None,
+        beyond: Mapping[int, str] | None = None,
     ) -> None:
         """`length` is that of a sequence's text; `separator` is the token that joins documents.
 
-        `enough` sequences are needed; None means all.
+        `enough` sequences are needed; None means all. `beyond` are tokens of the store that the
+        model does not have, by id: documents with one of them are bad.
         """
         self.store = store
         self.corpus = corpus
@@ -98,6 +100,7 @@ class SequenceIndex:
         self.separator = separator
         self.enough = enough
         self.most_bad_in_a_row = most_bad_in_a_row
+        self.beyond = dict(beyond or {})
         self.portions: list[Portion] = []
         self.contents: list[str] = []  # of each portion: identifies documents and tokens
         self.special_tokens: list[dict[str, int]] = []  # of each: in how many texts they are spelt
@@ -170,7 +173,7 @@ class SequenceIndex:
                 place.taken_before + len(block),
                 place.documents_before + record.documents,
                 place.tokens_before + record.tokens,
-                place.bad_before + record.bad,
+                place.bad_before + int((block.n_tokens == BAD).sum()),
             )
         )
 
@@ -247,6 +250,8 @@ class SequenceIndex:
         is_taken |= table["problem"].is_valid().to_numpy()
         source, n_tokens = table["source"].to_numpy(), table["n_tokens"].to_numpy()
         lengths = np.maximum(n_tokens, 0)
+        if self.beyond:
+            table, n_tokens = self._without_beyond(number, table, is_taken)
         if not choice.shuffled:
             numbers = place.taken_before + np.cumsum(is_taken) - 1
             n_tokens = _with_skipped(n_tokens, numbers < choice.skip)
@@ -264,6 +269,25 @@ class SequenceIndex:
         columns |= dict(zip(labels.column_names, labels.columns, strict=True))
         taken = pa.table(columns).filter(pa.array(is_taken)).combine_chunks()
         return DocumentBlock(self, taken, Counter(name or "" for name in others))
+
+    def _without_beyond(
+        self, number: int, table: pa.Table, is_taken: np.ndarray
+    ) -> tuple[pa.Table, np.ndarray]:
+        """The documents of a portion and their lengths, those bad that use a token of `beyond`."""
+        n_tokens = table["n_tokens"].to_numpy().copy()
+        file = open_portion(self.store, self.portions[number])
+        ends = np.cumsum(np.maximum(n_tokens, 0), dtype=np.int64)
+        tokens = file.tokens(0, int(ends[-1]) if len(ends) else 0)
+        problems = table["problem"].to_pylist()
+        for place in np.flatnonzero(np.isin(tokens, [*self.beyond])).tolist():
+            document = int(np.searchsorted(ends, place, side="right"))
+            token = int(tokens[place])
+            if is_taken[document]:
+                n_tokens[document] = BAD
+                name = printable(self.beyond[token])
+                problems[document] = f"token {token} ({name}) is none of the model's"
+        column = table.column_names.index("problem")
+        return table.set_column(column, "problem", pa.array(problems, pa.string())), n_tokens
 
     def _shuffled_block(self) -> "DocumentBlock":
         """The documents of all portions in random order, which depends on the seed alone."""

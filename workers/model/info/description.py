@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headcount.schemas.errors import ModelError, unknown
 from headcount.schemas.files.input_files import check_input_directory, check_real_path
 from headcount.schemas.places import reason
 from headcount.workers.model.info.bundled_models import BUNDLED, BUNDLED_MODELS
+from headcount.workers.model.info.gguf_file import SUFFIX, gguf_config, read_gguf
 from headcount.workers.model.info.model_files import (
     ADAPTER_WEIGHTS,
     CONFIG,
@@ -25,6 +26,7 @@ from headcount.workers.model.info.model_files import (
     file_digests,
     first_match,
     indexed_names,
+    is_gguf,
     layout_of,
     listed_weights,
     read_object,
@@ -33,12 +35,15 @@ from headcount.workers.model.info.model_files import (
 from headcount.workers.model.info.model_info import SHAPE, ModelInfo, text_config
 from headcount.workers.model.info.special_tokens import (
     TOKENIZER_NAMES,
+    WORDS,
     first_in_vocabulary,
     special_tokens,
 )
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from headcount.schemas.scans.scan import Scan
 
 HUB_FILES = ["*.json", "*.model", "*.txt", *ADAPTER_WEIGHTS]
 """What is downloaded of a model before its weights: configuration, tokenizer, index, adapter."""
@@ -61,11 +66,14 @@ TOKENIZER_BOS = {"NeelNanda/gpt-neox-tokenizer-digits": 1}
 """Beginning-of-sequence tokens of legacy models whose config.json names a tokenizer alone."""
 
 
-def local_directory(spec: str, revision: str | None = None) -> Path | None:
-    """The directory of a model that is bundled or local; None if its name is one of the Hub."""
+def local_directory(spec: str, revision: str | None = None, field: str = "model") -> Path | None:
+    """The directory or GGUF file of a model, or of what a `field` names, that is bundled or local;
+    None if its name is one of the Hub.
+    """
     local = Path(os.path.expanduser(spec))
-    if revision is not None and (spec.startswith("bundled:") or local.is_dir()):
-        kind = "a directory of this machine" if local.is_dir() else "a model of headcount"
+    if revision is not None and (spec.startswith("bundled:") or local.exists()):
+        kind = "file" if local.is_file() else "directory"
+        kind = f"a {kind} of this machine" if local.exists() else "a model of headcount"
         raise ModelError(
             f"revision: expected with a model of the Hub only, and {spec} is {kind}, got "
             f"{revision!r}; leave it out"
@@ -75,8 +83,14 @@ def local_directory(spec: str, revision: str | None = None) -> Path | None:
         directory = BUNDLED_MODELS / name
         is_inside = ".." not in directory.parts and not os.path.isabs(name)
         if not is_inside or not (directory / CONFIG).is_file():
-            raise ModelError(f"model: {unknown('bundled model', name, BUNDLED)}")
+            raise ModelError(f"{field}: {unknown('bundled model', name, BUNDLED)}")
         return directory
+    if local.is_file():
+        check_real_path(spec, os.path.realpath(local))
+        if local.suffix.lower() != SUFFIX:
+            expected = f"expected a directory, or a file that ends in {SUFFIX}"
+            raise ModelError(f"{field} {spec!r}: is a file; {expected}")
+        return local
     if local.is_dir():
         if (local / CONFIG).exists():
             check_input_directory(local)
@@ -85,9 +99,26 @@ def local_directory(spec: str, revision: str | None = None) -> Path | None:
             check_real_path(spec, os.path.realpath(local))
         return local
     # A name on the Hub is OWNER/NAME, so this was meant as a path.
-    if spec.startswith((".", "/", "~")) or spec.count("/") > 1:
-        raise ModelError(f"model {spec!r}: no such directory")
+    if spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(SUFFIX):
+        kind = "file" if spec.endswith(SUFFIX) else "directory"
+        raise ModelError(f"{field} {spec!r}: no such {kind}")
     return None
+
+
+def find_tokenizer(spec: str | None, *, download: bool = True) -> Path | None:
+    """The directory or GGUF file of a tokenizer; None if there is none to find."""
+    if spec is None or (directory := local_directory(spec, field="tokenizer")) is not None:
+        return None if spec is None else directory
+    from huggingface_hub import snapshot_download
+
+    try:
+        options: dict[str, Any] = {"ignore_patterns": ["*/*"], "local_files_only": not download}
+        return Path(snapshot_download(spec, allow_patterns=HUB_FILES, **options))
+    except Exception as error:
+        raise ModelError(
+            f"tokenizer {spec!r}: neither a directory, nor a GGUF file, nor to be had from the Hub "
+            f"({reason(error)})"
+        ) from None
 
 
 def find_model(spec: str, revision: str | None = None, *, download: bool = True) -> Path:
@@ -158,42 +189,40 @@ def hub_digests(model: str, revision: str | None) -> dict[str, str]:
     return digests
 
 
+class _Configuration(NamedTuple):
+    """What the configuration of a model says."""
+
+    layout: str
+    shape: dict[str, Any]  # and special tokens, by the fields of `ModelInfo`
+    tokens: dict[str, Any]  # fields of the configuration, those of special tokens among them
+    defaults: dict[str, Any] | None = None  # what transformers makes of them
+    quantisation: str = ""
+
+
 def describe(
-    path: Path, digests: dict[str, bytes] | None = None, adapter: AdapterChoice = "refuse"
+    path: Path,
+    digests: dict[str, bytes] | None = None,
+    adapter: AdapterChoice = "refuse",
+    tokenizer: Path | None = None,
 ) -> ModelInfo:
-    """What a model is, by its config.json and `digests` of its files; nothing is loaded.
+    """What a model is, by its configuration and `digests` of its files; nothing is loaded.
 
-    `adapter` says what an adapter beside the weights is for.
+    `adapter` says what an adapter beside the weights is for, `tokenizer` where a tokenizer lies
+    that is not the model's own.
     """
-    if path.is_dir() and (problem := adapter_alone(path)):
-        raise ModelError(problem)
-    if not (path / CONFIG).is_file():
-        raise ModelError(f"{path}: no readable config.json; expected a model directory")
-    config = read_object(path / CONFIG)
-    layout = layout_of(config)
-    if layout == "legacy":
-        shape = _legacy_shape(path, config)
-        tokens, defaults = _legacy_tokens(config), {}
-    else:
-        from transformers import AutoConfig
-
-        try:
-            loaded = AutoConfig.from_pretrained(
-                path, trust_remote_code=False, local_files_only=True
-            )
-            text = text_config(loaded)
-        except Exception as error:
-            raise ModelError(
-                f"{path}/config.json: not a causal language model that can be scanned "
-                f"({reason(error)})"
-            ) from None
-        shape = shape_of(text, f"{path}/config.json")
-        _check_rotation(text, f"{path}/config.json")
-        tokens, defaults = _text_fields(config, loaded, text), vars(text)
+    configuration = _gguf_configuration(path) if is_gguf(path) else _configuration(path)
+    layout, shape = configuration.layout, configuration.shape
     check_adapter(path, adapter, layout)
     digests = digests or file_digests(path, layout, adapter)
-    special = special_tokens(path, tokens, shape["d_vocab"], defaults)
-    shape |= {field: token.id for field, token in special.items()}
+    special = special_tokens(
+        path,
+        tokenizer or path,
+        configuration.tokens,
+        shape["d_vocab"],
+        shape.get("family", ""),
+        configuration.defaults,
+    )
+    shape |= special.ids
     files = tuple((name, digest.hex()[:16]) for name, digest in digests.items())
     return ModelInfo(
         str(path),
@@ -203,11 +232,59 @@ def describe(
         **shape,
         files=files,
         has_adapter=adapter == "apply",
-        notes=(
-            *_notes_on_files(path, adapter),
-            *(token.note for token in special.values() if token.note),
-        ),
+        bos=special.bos,
+        quantisation=configuration.quantisation,
+        tokenizer_path="" if tokenizer is None else str(tokenizer),
+        notes=(*_notes_on_files(path, adapter), *special.notes),
     )
+
+
+def described(scan: Scan) -> ModelInfo:
+    """What the model of a scan is."""
+    path, tokenizer = find_model(scan.model, scan.revision), find_tokenizer(scan.tokenizer)
+    return describe(path, None, scan.adapter, tokenizer)
+
+
+def _configuration(path: Path) -> _Configuration:
+    """The configuration of a model in a directory."""
+    if path.is_dir() and (problem := adapter_alone(path)):
+        raise ModelError(problem)
+    if not (path / CONFIG).is_file():
+        raise ModelError(f"{path}: no readable config.json; expected {_expected_model(path)}")
+    config = read_object(path / CONFIG)
+    if layout_of(config) == "legacy":
+        return _Configuration("legacy", _legacy_shape(path, config), _legacy_tokens(config))
+    from transformers import AutoConfig
+
+    try:
+        loaded = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        text = text_config(loaded)
+    except Exception as error:
+        raise ModelError(
+            f"{path}/config.json: not a causal language model that can be scanned ({reason(error)})"
+        ) from None
+    shape = shape_of(text, f"{path}/config.json")
+    _check_rotation(text, f"{path}/config.json")
+    tokens = _text_fields(config, loaded, text)
+    return _Configuration("huggingface", shape, tokens, vars(text))
+
+
+def _gguf_configuration(path: Path) -> _Configuration:
+    """The configuration of a model in a GGUF file."""
+    file = read_gguf(path)
+    text = text_config(gguf_config(path))
+    tokens = {field: file.fields.get(f"tokenizer.ggml.{field}") for field in TOKENIZER_NAMES}
+    shape = shape_of(text, str(path))
+    return _Configuration("gguf", shape, tokens, quantisation=file.quantisation)
+
+
+def _expected_model(path: Path) -> str:
+    """What a directory without a configuration should be."""
+    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else []
+    if not files:
+        return "a model directory"
+    names = ", ".join(file.name for file in files[:3])
+    return f"one, or the name of a GGUF file, such as model = '{files[0]}' (it has {names})"
 
 
 def _check_rotation(config: PretrainedConfig, where: str) -> None:
@@ -240,6 +317,9 @@ def _text_fields(
 
 def _notes_on_files(path: Path, adapter: AdapterChoice) -> Iterator[str]:
     """What is said of files that another program might read otherwise."""
+    if is_gguf(path):
+        yield f"the weights are those of a GGUF file, {read_gguf(path).quantisation}"
+        return
     names = ", ".join(file.name for file in adapter_files(path))
     if names:
         yield f"the adapter ({names}) is {'applied' if adapter == 'apply' else 'ignored'}"
@@ -385,17 +465,7 @@ def _check_positive(where: str, shape: dict[str, Any]) -> None:
             raise ModelError(f"{where}: {name} is {value!r}, expected a positive integer")
 
 
-def no_token(info: ModelInfo, field: str, word: str) -> str:
+def no_token(info: ModelInfo, field: str) -> str:
     """Why a model has no special token, which `field` of its config would name."""
-    if note := next((note for note in info.notes if field in note), None):
-        return f"{info.name}: {note}"
-    try:
-        token = read_object(Path(info.path) / CONFIG).get(field)
-    except ModelError:
-        token = None
-    if token is None:
-        return f"{info.name} names no {word} token"
-    return (
-        f"{info.name}: {field} is {token!r} in its config.json, expected 0 to {info.d_vocab - 1}, "
-        f"so it has no {word} token"
-    )
+    note = next((note for note in info.notes if field in note), None)
+    return f"{info.name}: {note}" if note else f"{info.name} names no {WORDS[field]} token"

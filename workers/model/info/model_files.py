@@ -27,6 +27,9 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 first counts. No code in pickles is run.
 """
 
+GGUF = "model.gguf"
+"""What the digests of files call a model that is one file."""
+
 PARTS = ("model-*.safetensors", "pytorch_model-*.bin")
 """Names of the parts, where no index is at hand that says them."""
 
@@ -71,6 +74,11 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a model is a GGUF file, and no directory."""
+    return path.is_file()
+
+
 def layout_of(config: dict[str, Any]) -> str:
     """Whose layout a config.json has: that of transformers, or TransformerLens's old one."""
     return "huggingface" if "model_type" in config else "legacy"
@@ -81,6 +89,8 @@ def layout_of(config: dict[str, Any]) -> str:
 
 def weight_files(path: Path, layout: str) -> list[Path]:
     """The files that a model's weights are read from; one that is missing is refused."""
+    if is_gguf(path):
+        return [path]
     names = sorted(file.name for file in path.iterdir())
     files = [path / name for name in _weight_names(path, names, layout)]
     if not files:
@@ -168,6 +178,10 @@ def adapter_files(path: Path) -> list[Path]:
 
 def check_adapter(path: Path, choice: AdapterChoice, layout: str = "huggingface") -> None:
     """Refuse an adapter beside full weights of which nobody says whether it belongs to them."""
+    if is_gguf(path):
+        if choice == "apply":
+            raise ModelError(f"{path}: adapter is 'apply', expected a model's directory for it")
+        return
     files = adapter_files(path)
     for file in files:
         check_no_pointer(file)
@@ -211,6 +225,10 @@ def adapter_alone(path: Path) -> str | None:
 
 def file_digests(path: Path, layout: str, adapter: AdapterChoice = "ignore") -> dict[str, bytes]:
     """SHA-256 of the configuration and of every file of weights, by name."""
+    if is_gguf(path):
+        # It has the configuration, too. What it is called is no part of it.
+        state = path.stat()
+        return {GGUF: _digest(path.resolve(), state.st_size, state.st_ctime_ns)}
     # The configuration counts: other settings make another model of the same weights.
     files = [path / CONFIG, *weight_files(path, layout)]
     if adapter == "apply":

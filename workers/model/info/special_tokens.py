@@ -12,14 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.info.model_files import CONFIG, read_object
-from headcount.workers.model.info.text_tokenizer import check_tokenizer_files, load_tokenizer
+from headcount.workers.model.info.gguf_file import read_gguf
+from headcount.workers.model.info.gguf_tokenizer import losses
+from headcount.workers.model.info.model_files import CONFIG, is_gguf, read_object
+from headcount.workers.model.info.text_tokenizer import (
+    SETTINGS,
+    check_tokenizer_files,
+    load_tokenizer,
+)
+from headcount.workers.model.info.trained_bos import OwnBos, TrainedBos, trained_bos
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_NAMES = {"bos_token_id": "bos_token", "eos_token_id": "eos_token"}
 """Fields of configurations, and those in which a tokenizer's files name the same token."""
+
+WORDS = {"bos_token_id": "beginning-of-sequence", "eos_token_id": "end-of-text"}
+"""What these tokens are called in messages."""
 
 NAMES_OF_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
 """Files that name a tokenizer's special tokens; the first that has a name counts."""
@@ -33,6 +43,26 @@ class SpecialToken:
 
     id: int | None
     note: str = ""  # what a user should know of it
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens of a model by field, such as `bos_token_id`, and what its tokenizer puts first."""
+
+    tokens: dict[str, SpecialToken]
+    bos: TrainedBos
+    lost: tuple[str, ...] = ()  # what a tokenizer from a GGUF file has lost
+
+    @property
+    def ids(self) -> dict[str, int | None]:
+        """The ids by field."""
+        return {field: token.id for field, token in self.tokens.items()}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of them."""
+        notes = (token.note for token in self.tokens.values() if token.note)
+        return (*notes, *self.lost)
 
 
 @dataclass(frozen=True)
@@ -50,20 +80,24 @@ class _TokenizerToken:
 
 def special_tokens(
     path: Path,
+    tokenizer_path: Path,
     config: Mapping[str, Any],
     d_vocab: int,
+    family: str,
     defaults: Mapping[str, object] | None = None,
-) -> dict[str, SpecialToken]:
-    """The tokens of a model by field, such as `bos_token_id`.
+) -> SpecialTokens:
+    """The special tokens of a model of a family.
 
     `config` is what config.json says of the language model, and `defaults` what transformers makes
     of it.
     """
-    check_tokenizer_files(path)
+    check_tokenizer_files(tokenizer_path)
     generation = read_object(path / GENERATION) if (path / GENERATION).is_file() else {}
-    configurations = {CONFIG: config, GENERATION: generation}
-    of_tokenizer = _tokenizer_tokens(path)
-    return {
+    name = path.name if is_gguf(path) else CONFIG
+    configurations = {name: config, GENERATION: generation}
+    tokenizer = _own_tokenizer(tokenizer_path)
+    of_tokenizer = _tokenizer_tokens(tokenizer_path, tokenizer)
+    tokens = {
         field: _settled(
             field,
             {file: fields[field] for file, fields in configurations.items() if field in fields},
@@ -73,6 +107,23 @@ def special_tokens(
         )
         for field in TOKENIZER_NAMES
     }
+    bos, eos = (tokens[field].id for field in TOKENIZER_NAMES)
+    own_bos = None if tokenizer is None else _own_bos(tokenizer_path, tokenizer, bos)
+    lost = losses(tokenizer_path, tokenizer) if tokenizer and is_gguf(tokenizer_path) else ()
+    return SpecialTokens(tokens, trained_bos(family, bos, eos, own_bos), tuple(lost))
+
+
+def _own_bos(path: Path, tokenizer: Tokenizer, bos: int | None) -> OwnBos:
+    """What a tokenizer says of the beginning of a text."""
+    if is_gguf(path):
+        return OwnBos(bos is not None and read_gguf(path).puts_bos_first)
+    first = _around_a_text(tokenizer)["bos_token_id"].id
+    settings = read_object(path / SETTINGS) if (path / SETTINGS).is_file() else {}
+    # transformers puts the token first if it is told so, whatever tokenizer.json does.
+    return OwnBos(
+        is_put_first=bos is not None and (first == bos or settings.get("add_bos_token") is True),
+        is_denied=_named_token(path, "bos_token").is_denied,
+    )
 
 
 def token_ids(value: object) -> list[int]:
@@ -109,7 +160,8 @@ def _settled(
     file = next(iter(stated))
     token = first_in_vocabulary(stated[file], d_vocab)
     if token is None:
-        return SpecialToken(None)
+        ids = f"expected 0 to {d_vocab - 1}, so it has no {WORDS[field]} token"
+        return SpecialToken(None, f"{field} is {stated[file]!r} in its {file}, {ids}")
     note = _contradiction(field, stated, token)
     used = f"; {file}'s {token} is used"
     return SpecialToken(token, note + used if note else _doubt(field, file, token, of_tokenizer))
@@ -135,22 +187,38 @@ def _doubt(field: str, file: str, token: int, of_tokenizer: _TokenizerToken) -> 
     return ""
 
 
-def _tokenizer_tokens(path: Path) -> dict[str, _TokenizerToken]:
-    """What the tokenizer in a directory says of each field."""
-    named = {field: _named_token(path, name) for field, name in TOKENIZER_NAMES.items()}
+def _own_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a directory; None if there is none, or a broken one, which only matters to
+    whoever reads text.
+    """
     try:
-        tokenizer = load_tokenizer(path)
+        return load_tokenizer(path)
     except ModelError:
-        # There is none, or it is broken, which only matters to whoever reads text.
+        return None
+
+
+def _tokenizer_tokens(path: Path, tokenizer: Tokenizer | None) -> dict[str, _TokenizerToken]:
+    """What the tokenizer in a directory says of each field."""
+    if tokenizer is None:
         return dict.fromkeys(TOKENIZER_NAMES, _TokenizerToken())
+    if is_gguf(path):
+        return {field: _gguf_token(path, tokenizer, field) for field in TOKENIZER_NAMES}
     around = _around_a_text(tokenizer)
     tokens: dict[str, _TokenizerToken] = {}
-    for field, token in named.items():
+    for field, name in TOKENIZER_NAMES.items():
+        token = _named_token(path, name)
         if token.name:
             tokens[field] = replace(token, id=tokenizer.token_to_id(token.name))
         else:
             tokens[field] = token if token.is_denied else around[field]
     return tokens
+
+
+def _gguf_token(path: Path, tokenizer: Tokenizer, field: str) -> _TokenizerToken:
+    """The token that a GGUF file names."""
+    token = read_gguf(path).fields.get(f"tokenizer.ggml.{field}")
+    name = None if token is None else tokenizer.id_to_token(token)
+    return _TokenizerToken(token, name or "")
 
 
 def _named_token(path: Path, name: str) -> _TokenizerToken:

@@ -6,15 +6,18 @@ import hashlib
 import json
 import re
 import tempfile
+from collections.abc import Container
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headcount.schemas.errors import ModelError
+from headcount.workers.model.info.gguf_tokenizer import load_gguf_tokenizer
 from headcount.workers.model.info.model_files import (
     CONFIG,
     check_no_pointer,
+    is_gguf,
     read_file,
     read_object,
 )
@@ -76,7 +79,10 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         # Contrary to its name, this makes "<|endoftext|>" in a text ordinary text.
         self._tokenizer.encode_special_tokens = True
-        _check_size(path, self._tokenizer.get_vocab(), d_vocab)
+        added = self._tokenizer.get_added_tokens_decoder()
+        _check_size(path, self._tokenizer.get_vocab(), d_vocab, added)
+        self.beyond = {token: added[token].content for token in added if token >= d_vocab}
+        """Tokens that the model does not have, by id: a text that uses one cannot be measured."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a tokenizer that another process sent, where the model's files need not be."""
@@ -92,7 +98,10 @@ class TextTokenizer:
         texts. Another version of the library is the same tokenizer if it makes the same tokens.
         """
         tokenizer_json = self._path / "tokenizer.json"
-        if tokenizer_json.is_file():
+        if is_gguf(self._path):
+            said = json.loads(self._tokenizer.to_str())
+            definition = {key: value for key, value in said.items() if key not in CUTS}
+        elif tokenizer_json.is_file():
             # Parsed, so that another layout of the same JSON is the same tokenizer.
             said = read_object(tokenizer_json)
             definition = {key: value for key, value in said.items() if key not in CUTS}
@@ -168,7 +177,16 @@ class TextTokenizer:
         return bytes(BYTES[sign] for sign in name).decode(errors="backslashreplace")
 
 
-def _check_size(path: Path, vocabulary: dict[str, int], d_vocab: int) -> None:
+def _check_size(
+    path: Path, vocabulary: dict[str, int], d_vocab: int, added: Container[int] = ()
+) -> None:
+    """Refuse a vocabulary that is not the model's.
+
+    Tokens that were added to it may be beyond the model's, as one of Gemma 3's is.
+    """
+    beyond = {token for token in vocabulary.values() if token >= d_vocab and token in added}
+    if len(beyond) <= PADDING:
+        vocabulary = {name: token for name, token in vocabulary.items() if token not in beyond}
     size = len(vocabulary)
     # Ids may have gaps, so the largest one may lie beyond the number of tokens.
     ids_end = max(vocabulary.values(), default=-1) + 1
@@ -192,6 +210,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer whose files lie in a directory, in the library that applies it."""
     from tokenizers import Tokenizer
 
+    if is_gguf(path):
+        return load_gguf_tokenizer(path)
     check_tokenizer_files(path)
     if (path / "tokenizer.json").is_file():
         try:
@@ -201,7 +221,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise ModelError(
             f"{path}: no tokenizer files; text needs one (tokenizer.json, or vocab.json and "
-            "merges.txt)"
+            "merges.txt); put them there, or let tokenizer name a directory that has them"
         )
     from transformers import AutoTokenizer
 
