@@ -314,10 +314,9 @@ export function excerptList(rows, { statistic, others = [], onSequence }) {
       " in ",
     );
     heading.append(onSequence ? button(name, () => onSequence(row.sequence), { title }) : name);
-    const words = [
-      row.subset ?? row.pile_set_name,
-      ...others.map((other) => `${other} ${number(row[other])}`),
-    ].filter(Boolean);
+    const words = [row.subset, ...others.map((other) => `${other} ${number(row[other])}`)].filter(
+      Boolean,
+    );
     if (words.length) heading.append(` · ${words.join(" · ")}`);
     const text = row.tokens ? tokenText(row) : [];
     return html(
@@ -388,7 +387,7 @@ export function drawCard(card, chosen, onStatistic) {
     const shown = card.distributions[one.name];
     if (shown?.counts.length) {
       const plot = histogram(one.name, one.meaning);
-      plot.setAxis(shown.edges);
+      plot.setAxis([shown.edges[0], shown.edges.at(-1)]);
       plot.drawBefore(shown.counts);
       plot.mark(marksOf(one));
       parts.push(html("div", { class: "plot" }, plot));

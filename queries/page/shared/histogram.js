@@ -1,5 +1,5 @@
 // A histogram, with a brush if it listens: a range that a pointer, a finger or the arrow keys move.
-import { everyOther, html, isUndefined, number, roundTicks, set, svg, titled } from "./draw.js";
+import { html, isUndefined, number, roundTicks, set, svg, titled } from "./draw.js";
 
 // Bins of an axis. The server has the same number: a brush is two bins of it.
 export const BINS = 128;
@@ -40,36 +40,10 @@ function steps(counts, most) {
   return `${path}V${BOTTOM}`;
 }
 
-// Where a value stands between the ends of an axis, in 0..1. Bins of one width give a plain axis.
-// Others, such as logarithmic bins, each take the same room, and so do bins without an end.
-function axisOf(edges) {
-  const last = edges.length - 1;
-  const ends = edges.map((edge, i) => edge ?? (i ? Infinity : -Infinity)); // JSON has no infinity.
-  const width = (ends[last] - ends[0]) / last;
-  const isEven = ends.every(
-    (edge, i) => Math.abs(edge - ends[0] - i * width) <= 2e-3 * Math.abs(width),
-  );
-  if (isEven) {
-    const place = (x) => (x - ends[0]) / (ends[last] - ends[0]);
-    return {
-      place,
-      ends: [ends[0], ends[last]],
-      ticks: roundTicks(ends[0], ends[last], 6).map((x) => [place(x), x]),
-    };
-  }
-  const place = (x) => {
-    const bin = Math.min(
-      last - 1,
-      ends.findLastIndex((edge) => edge <= x),
-    );
-    const [low, high] = [ends[bin], ends[bin + 1]];
-    const share = Number.isFinite(low) && Number.isFinite(high) ? (x - low) / (high - low) : 0.5;
-    return bin < 0 ? -1 : (bin + share) / last;
-  };
-  const ticks = ends
-    .map((edge, i) => [i / last, edge])
-    .filter((_, i) => everyOther(ends.length, 6)(i));
-  return { place, ends: [ends[0], ends[last]], ticks };
+// Where a value stands between the ends of an axis, in 0..1, and its ticks.
+function axisOf([low, high]) {
+  const place = (x) => (x - low) / (high - low);
+  return { place, ends: [low, high], ticks: roundTicks(low, high, 5).map((x) => [place(x), x]) };
 }
 
 // `listeners`: enter() when a brush may begin, move(range) while it moves, end() when it rests.
@@ -232,9 +206,8 @@ export function histogram(name, meaning, listeners) {
   let before = null;
   Object.assign(element, {
     isDragging: () => drag !== null,
-    // `edges` are those of all bins, or the two ends.
-    setAxis(edges) {
-      axis = axisOf(edges);
+    setAxis(ends) {
+      axis = axisOf(ends);
       ticks.replaceChildren(
         ...axis.ticks.map(([share, value]) => {
           const x = xOf(share);

@@ -21,6 +21,7 @@ export const state = {
   histograms: new Map(), // Those that are drawn, by statistic.
   cube: null, // The cube of one brush: its key, its promise, and the cube once it is there.
   card: [], // The rows of the chosen head.
+  details: {}, // How the chosen run was measured, and its predictions.
   effects: [], // What estimates changes of the loss, and how far it can be trusted.
   sql: { histograms: "", extremes: "" }, // What was asked last.
   // Counted up by each choice: what belongs to an older one is not drawn.

@@ -18,13 +18,13 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from headcount.queries.answers.numbers import MEANS, Numbers
-from headcount.queries.answers.run_facts import RunFacts
-from headcount.queries.answers.section import Histograms, Section
+from headcount.queries.answers.numbers import COUNTS, NUMBERS
+from headcount.queries.answers.page_queries import Answer, Heatmap, Histograms, Scope, Subsets
+from headcount.queries.answers.page_runs import PageRuns, _input_words
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import packed, unpacked
-from headcount.queries.report.report import _detail, _input_words, _values, write_report
+from headcount.queries.report.report import EmbeddedAnswers, detail_of, write_report
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
 from headcount.workers.run_model import RunModels
@@ -407,27 +407,31 @@ def test_it_asks_for_nothing_and_complains_about_nothing(page: Page, report: Pat
 # Without a browser
 
 
-def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
+def test_the_data_of_a_model_of_the_size_of_gpt2_is_small(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    shape = (12, 12)
-
-    def numbers() -> Numbers:
-        # All heads have the same sequences and documents.
-        counts = {"count": 100_000, "documents": 30_000, "undefined": 0}
-        return {
-            **{name: rng.random((1, *shape)) for name in (*MEANS, "percentile")},
-            **{name: np.full((1, *shape), count) for name, count in counts.items()},
-        }
-
-    # A head fills about a quarter of 256 bins.
-    places = np.clip(rng.normal(rng.random(shape), 0.06, (500, *shape)), 0, 0.999)
-    counts = np.stack([(places * 256 // 1 == place).sum(0) for place in range(256)])
-    histograms = {"s": Histograms(np.linspace(0, 1, 257).tolist(), True, counts)}
-    parts = {str(part): numbers() for part in range(22)}
-    facts = RunFacts("a-1", *shape, ("none",), ("s",))
-    section = Section(facts, "none", numbers(), {"s": 0.1}, histograms, parts)
+    heads, subsets = 12 * 12, 22
+    shape = {"layers": 12, "heads": 12, "sequences": 1, "per_shard": 1}
+    write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.0}, **shape)
+    answers = EmbeddedAnswers(PageRuns(open_runs(tmp_path)), None)
+    # All heads have the same sequences and documents.
+    numbers = [np.full(heads, 100_000) if name in COUNTS else rng.random(heads) for name in NUMBERS]
+    # A head fills about a quarter of the bins.
+    places = np.clip(rng.normal(rng.random((heads, 1)), 0.06, (heads, 500)), 0, 0.999)
+    counts = np.stack([(places * 64 // 1 == place).sum(1) for place in range(64)], axis=1)
+    columns = {
+        **{name: rng.random(heads * subsets).tolist() for name in ("mean", "standard_error")},
+        "layer": [head // 12 for head in range(heads) for _ in range(subsets)],
+        "head": [head % 12 for head in range(heads) for _ in range(subsets)],
+        "subset": [f"Part {part}" for _ in range(heads) for part in range(subsets)],
+        "documents": [30_000] * heads * subsets,
+    }
+    scope = Scope(run_id="a-1")
+    answers.add(Heatmap(kind="heatmap", scope=scope), Answer({}, tuple(numbers)))
+    histograms = Histograms(kind="histograms", scope=scope, statistics=("sink_mass",))
+    answers.add(histograms, Answer({}, (counts,)))
+    answers.add(Subsets(kind="subsets", scope=scope), Answer({"table": columns}))
     # 24 statistics of GPT-2 small over 22 subsets of the Pile, beside a page of 60 KB.
-    assert len(packed({"one": _values(section, 0)})) * 24 < 1_400_000
+    assert len(packed(answers.by_key)) * 24 < 1_400_000
 
 
 def test_places_of_the_input_are_names() -> None:
@@ -437,9 +441,9 @@ def test_places_of_the_input_are_names() -> None:
 
 
 def test_many_runs_leave_out_what_one_file_cannot_hold() -> None:
-    lists = {"statistics": ["s"] * 24, "interventions": ["none"]}
+    lists = {"statistics": ["s"] * 24}
     small, large = ({"n_layers": n, "n_heads": m, **lists} for n, m in ((12, 12), (48, 25)))
-    of_one, of_large, of_many = _detail([small]), _detail([large]), _detail([large] * 8)
+    of_one, of_large, of_many = detail_of([small]), detail_of([large]), detail_of([large] * 8)
     assert [one.distributions for one in (of_one, of_large, of_many)] == [True, True, False]
     assert of_one.heads_with_examples == 150
     assert of_many.heads_with_examples < 20
@@ -513,7 +517,11 @@ def test_the_report_of_a_text_has_examples_engines_and_predictions(
     write_report(open_runs(path), tmp_path / "report.html", RunModels(str(path)))
     data = unpacked_page(tmp_path / "report.html")
     (run,) = data["overview"]["runs"]
-    assert run["engines"] == {
+    of_run = f"details/{run['run_id']}"
+    engines = {
+        name: data["answers"][f"{of_run}/{name}"]["engines"] for name in run["interventions"]
+    }
+    assert engines == {
         "none": "fused",
         "zero_head(1,6)": "fused",
         "head_to_first(1,0)": "fused, with built patterns in layers 1",
@@ -575,6 +583,6 @@ def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table
 
 @pytest.mark.long
 def test_a_report_leaves_out_what_was_not_measured(report: Path) -> None:
-    for section in unpacked_page(report)["sections"].values():
-        assert {*section["values"]} <= {*cells()}
-        assert section["curves"] == []
+    for key, answer in unpacked_page(report)["answers"].items():
+        assert {*answer.get("statistics", [])} <= {*cells()}
+        assert not (key.startswith("curves/") and answer["table"])

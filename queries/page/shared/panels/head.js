@@ -9,8 +9,8 @@ import {
   statisticsTable,
   subsetBars,
 } from "../card.js";
-import { html } from "../draw.js";
-import { percentile, ranked, whereHead } from "../numbers.js";
+import { html, isUndefined } from "../draw.js";
+import { pairing, percentile, ranked, whereHead } from "../numbers.js";
 import {
   SUMMARY,
   by,
@@ -48,10 +48,23 @@ export async function showHead() {
   await underBrushes;
 }
 
+// The rows of the same head elsewhere, with the differences that are known of the same sequences.
+async function comparedRows() {
+  if (!chosen.other) return undefined;
+  const ask = (where) => tryToAsk({ kind: "heatmap", head: head(), ...where });
+  const other = await ask({ scope: otherScope() });
+  const pairs = pairing();
+  const changes = pairs && (await ask({ scope: pairs.changed, changes: true }));
+  return other?.rows.map((row) => {
+    const change = changes?.rows.find((one) => one.statistic === row.statistic);
+    if (isUndefined(change?.mean)) return row;
+    return { ...row, change: pairs.sign * change.mean, change_error: change.standard_error };
+  });
+}
+
 async function showCard(turn) {
-  const own = await tryToAsk({ kind: "card", scope: scope(), head: head() });
-  const other =
-    chosen.other && (await tryToAsk({ kind: "card", scope: otherScope(), head: head() }));
+  const own = await tryToAsk({ kind: "heatmap", scope: scope(), head: head() });
+  const compared = await comparedRows();
   if (!own || turn !== turns.head) return;
   state.card = own.rows;
   for (const [name, figure] of state.histograms)
@@ -65,7 +78,7 @@ async function showCard(turn) {
     onStatistic: (name) => choose({ statistic: name }),
     percentile,
     titles,
-    compared: other?.rows,
+    compared,
   };
   const scrolled = by("card-rows").scrollTop;
   by("card-rows").replaceChildren(statisticsTable(state.card, options));

@@ -149,7 +149,8 @@ function fillStatistics() {
   );
 }
 
-function fillHeader() {
+export function fillHeader() {
+  const { engines, damaged = [] } = state.details.of === sectionName(chosen) ? state.details : {};
   by("title").textContent = `What the attention heads of ${state.run.model} do`;
   const share = Math.floor((100 * state.run.sequences_done) / state.run.sequences);
   const words = state.run.complete
@@ -169,8 +170,7 @@ function fillHeader() {
     "layers × heads": `${state.run.n_layers} × ${state.run.n_heads}${measured}`,
     input: `${state.run.input_family}${state.run.options ? ` (${state.run.options})` : ""}`,
     weights: state.run.weight_processing,
-    engine:
-      state.run.engines && `${state.run.engines[chosen.intervention]}, ${state.run.precision}`,
+    engine: `${engines || state.run.engine}, ${state.run.precision}`,
     shards: `${number(state.run.shards_done)} of ${number(state.run.shards)}`,
     started:
       state.run.created &&
@@ -182,16 +182,14 @@ function fillHeader() {
   by("facts").replaceChildren(
     ...shown.flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]),
   );
-  const damaged = state.run.damaged?.length
-    ? ` Damaged and left out: shard ${state.run.damaged.join(", ")}.`
-    : "";
+  const leftOut = damaged.length ? ` Damaged and left out: shard ${damaged.join(", ")}.` : "";
   const done =
     `${number(state.run.shards_done)} of ${number(state.run.shards)} shards ` +
     `are done, which are ${number(state.run.sequences_done)} of ` +
     `${number(state.run.sequences)} sequences`;
   const warnings = [
     ...state.overview.damage,
-    ...(isLive || state.run.complete ? [] : [`Incomplete: ${done}.${damaged}`]),
+    ...(isLive || state.run.complete ? [] : [`Incomplete: ${done}.${leftOut}`]),
   ];
   if (state.overview.is_short)
     warnings.push(
