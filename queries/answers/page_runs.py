@@ -310,7 +310,7 @@ _ROLLED_UP_VIEWS = ("head_summaries", "subset_summaries")  # views over roll-ups
 _SHOWN_OF_RUN = (
     *("run_id", "name", "model", "input_family", "n_ctx", "n_layers", "n_heads", "interventions"),
     *("statistics", "measured_heads", "shards", "shards_done", "sequences", "sequences_done"),
-    *("complete", "rows", "tokens", "weight_processing", "precision", "engine", "created"),
+    *("complete", "rows", "tokens", "weight_processing", "precision", "engine", "created", "step"),
 )
 """Columns of `runs` that the page shows."""
 

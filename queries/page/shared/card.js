@@ -170,8 +170,9 @@ export const marksOf = (row) => [
 ];
 
 // The mean of a statistic in each subset of the corpus.
-export function subsetBars(rows, statistic, baseline) {
+export function subsetBars(rows, statistic, baseline, width) {
   return bars({
+    width,
     names: rows.map((row) => `${row.subset ?? "no subset"} (${row.count})`),
     values: rows.map((row) => row.mean),
     errors: rows.map((row) => row.standard_error),
@@ -181,7 +182,7 @@ export function subsetBars(rows, statistic, baseline) {
 }
 
 // The mean of a profile of one head along the sequence, and the SQL of it.
-export function curveFigure(curve, label, where, askSql) {
+export function curveFigure(curve, label, where, askSql, width) {
   const length = curve.indices.at(-1) + 1;
   const thinned =
     length > curve.indices.length ? ` ${curve.indices.length} of ${length} places are drawn.` : "";
@@ -194,6 +195,7 @@ export function curveFigure(curve, label, where, askSql) {
     yName: curve.unit,
     title: `${profile} of ${label}`,
     height: 170,
+    width,
   });
   const plot = html("div", { class: "plot" }, figure);
   const sql = curve.profiled

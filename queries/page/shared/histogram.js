@@ -10,6 +10,8 @@ const RIGHT = WIDTH - 8;
 const TOP = 6;
 const BOTTOM = HEIGHT - 20;
 const GRIP = 7;
+const TICK_SIZE = 10; // In pixels of the screen, however wide the figure is.
+const TICK_PIXELS = 42; // Between two ticks.
 
 // The bins of a range between two places in 0..1. The only place where a brush is snapped.
 export function snap(from, to) {
@@ -40,11 +42,8 @@ function steps(counts, most) {
   return `${path}V${BOTTOM}`;
 }
 
-// Where a value stands between the ends of an axis, in 0..1, and its ticks.
-function axisOf([low, high]) {
-  const place = (x) => (x - low) / (high - low);
-  return { place, ends: [low, high], ticks: roundTicks(low, high, 5).map((x) => [place(x), x]) };
-}
+// Where a value stands between the ends of an axis, in 0..1.
+const axisOf = ([low, high]) => ({ ends: [low, high], place: (x) => (x - low) / (high - low) });
 
 // `listeners`: enter() when a brush may begin, move(range) while it moves, end() when it rests.
 // A range is [first, last], or null if nothing is picked. Without listeners there is no brush.
@@ -91,6 +90,24 @@ export function histogram(name, meaning, listeners) {
     figure,
   );
   let axis = axisOf([0, 1]);
+  // Letters keep their size, however wide the figure is drawn.
+  new ResizeObserver(showTicks).observe(element);
+  function showTicks() {
+    const scale = WIDTH / (element.clientWidth || WIDTH);
+    const most = Math.max(2, Math.floor(element.clientWidth / TICK_PIXELS));
+    const size = TICK_SIZE * scale;
+    ticks.replaceChildren(
+      ...roundTicks(...axis.ends, most).map((value) => {
+        const x = xOf(axis.place(value));
+        const anchor = x < LEFT + size ? "start" : x > RIGHT - size ? "end" : "middle";
+        return svg(
+          "text",
+          { x, y: BOTTOM + 2 + size, "text-anchor": anchor, "font-size": size },
+          number(Number(value.toPrecision(3))),
+        );
+      }),
+    );
+  }
   let range = null;
   let frame = 0;
   let endTimer = 0;
@@ -208,17 +225,7 @@ export function histogram(name, meaning, listeners) {
     isDragging: () => drag !== null,
     setAxis(ends) {
       axis = axisOf(ends);
-      ticks.replaceChildren(
-        ...axis.ticks.map(([share, value]) => {
-          const x = xOf(share);
-          const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
-          return svg(
-            "text",
-            { x, y: HEIGHT - 6, "text-anchor": anchor },
-            number(Number(value.toPrecision(3))),
-          );
-        }),
-      );
+      showTicks();
       marks.replaceChildren();
       show();
     },

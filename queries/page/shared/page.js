@@ -16,7 +16,7 @@ import {
 import { beginMenus, fillHeader, fillMenus } from "./panels/menus.js";
 import { showMore } from "./panels/more.js";
 import { beginScatter, showScatter } from "./panels/scatter.js";
-import { beginSections, showMaps, showSections } from "./panels/sections.js";
+import { beginSections, showMaps, showSections, showTraining } from "./panels/sections.js";
 import { beginSequences, showAttention, showExtremes } from "./panels/sequences.js";
 import { beginSql } from "./panels/sql.js";
 import { isLive, isWaiting, takeToken } from "./source.js";
@@ -48,6 +48,7 @@ state.show = (changes) => {
 
 function showNewHead() {
   showChoice();
+  showTraining();
   showScatter(turns.all);
   showHead();
 }

@@ -28,6 +28,9 @@ import { showHistograms, showUnderBrushes } from "./histograms.js";
 import { showAttention, showExtremes } from "./sequences.js";
 import { offer } from "./sql.js";
 
+const MOST_WIDTH = 620; // Of a figure.
+const CURVES_GAP = 20; // Between two figures beside each other, as page.css has it.
+
 // What a choice of a head changes at once, where it is already drawn.
 export function showChoice() {
   state.map?.figures.forEach((figure) => figure.choose(...chosen.head));
@@ -115,7 +118,12 @@ async function showSubsets(turn) {
     "documents. The number of sequences is in brackets.";
   const columns = ["subset", ...SUMMARY];
   by("subsets").replaceChildren(
-    subsetBars(answer.rows, statistic, state.numbers[statistic]?.uniform_baseline),
+    subsetBars(
+      answer.rows,
+      statistic,
+      state.numbers[statistic]?.uniform_baseline,
+      Math.min(by("subsets").clientWidth, MOST_WIDTH),
+    ),
     behind({
       plot: by("subsets"),
       askSql: offer,
@@ -133,8 +141,11 @@ async function showSubsets(turn) {
 async function showCurves(turn) {
   const answer = await tryToAsk({ kind: "curves", scope: scope(), head: head() });
   if (!answer || turn !== turns.head) return;
+  const room = by("curves").clientWidth;
+  const isWide = answer.rows.length > 1 && room > MOST_WIDTH;
+  const width = isWide ? (room - CURVES_GAP) / 2 : Math.min(room, MOST_WIDTH);
   const figures = answer.rows.map((curve) =>
-    html("div", {}, ...curveFigure(curve, label(chosen.head), whereHead(), offer)),
+    html("div", {}, ...curveFigure(curve, label(chosen.head), whereHead(), offer, width)),
   );
   by("curves").replaceChildren(
     ...(figures.length ? figures : [html("p", { class: "note" }, "This head has no profiles.")]),

@@ -1,7 +1,7 @@
 // The header: what can be chosen, and what is said of the chosen run.
 import { MOST_HISTOGRAMS } from "../address.js";
 import { copy } from "../behind.js";
-import { html, number } from "../draw.js";
+import { html, isUndefined, number } from "../draw.js";
 import { isLive } from "../source.js";
 import {
   by,
@@ -9,6 +9,7 @@ import {
   chosen,
   facts,
   label,
+  modelName,
   sectionName,
   sectionNamed,
   sections,
@@ -37,7 +38,12 @@ export function fillMenus() {
   fill(by("family"), [["", "all"], ...families.map((name) => [name])], by("family").value);
   const family = by("family").value;
   const runs = state.overview.runs.filter((one) => !family || one.input_family === family);
-  const first = runs.find((one) => one.sequences_done) ?? runs[0];
+  const measured = runs.filter((one) => one.sequences_done);
+  const [leading = runs[0]] = measured;
+  // Of checkpoints the last one: the first is a model that knows nothing.
+  const first = isUndefined(leading.step)
+    ? leading
+    : measured.findLast((one) => one.name === leading.name);
   chosen.run_id = available(
     "run",
     chosen.run_id,
@@ -47,7 +53,10 @@ export function fillMenus() {
   state.run = state.overview.runs.find((one) => one.run_id === chosen.run_id);
   fill(
     by("run"),
-    runs.map((one) => [one.run_id, `${one.run_id} · ${one.model} · ${one.input_family}`]),
+    runs.map((one) => [
+      one.run_id,
+      `${one.run_id} · ${modelName(one.model)} · ${one.input_family}`,
+    ]),
     state.run.run_id,
   );
   chosen.intervention = available(
@@ -151,7 +160,7 @@ function fillStatistics() {
 
 export function fillHeader() {
   const { engines, damaged = [] } = state.details.of === sectionName(chosen) ? state.details : {};
-  by("title").textContent = `What the attention heads of ${state.run.model} do`;
+  by("title").textContent = `What the attention heads of ${modelName(state.run.model)} do`;
   const share = Math.floor((100 * state.run.sequences_done) / state.run.sequences);
   const words = state.run.complete
     ? [`${number(state.run.sequences_done)} sequences of ${number(state.run.n_ctx)} tokens`]

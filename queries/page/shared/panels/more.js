@@ -23,6 +23,16 @@ import {
 } from "../state.js";
 import { offer } from "./sql.js";
 
+const CARD = 330; // The least width of a card, as page.css has it.
+const [GAP, PADDING] = [14, 34];
+
+// How wide figures are: those of a grid as wide as its cards, so that letters keep their size.
+function roomOfCard() {
+  const room = by("more").clientWidth;
+  const columns = Math.max(1, Math.floor((room + GAP) / (CARD + GAP)));
+  return (room - GAP * (columns - 1)) / columns - PADDING;
+}
+
 function linesCard(title, meaning, unit, series, query, log = false) {
   const layers = [...Array(state.run.n_layers).keys()];
   const figure = lines({
@@ -32,7 +42,7 @@ function linesCard(title, meaning, unit, series, query, log = false) {
     yName: unit ?? "",
     log,
     title,
-    width: 480,
+    width: roomOfCard(),
     height: 220,
   });
   const plot = html("div", { class: "plot" }, figure);
@@ -76,7 +86,7 @@ function subsetsCard(rows) {
     cols: heads.map(labelAt),
     rowName: "",
     colName: "head",
-    width: 640,
+    width: roomOfCard(),
     values,
     ...rangeOf(chosen.statistic, values.flat()),
     title: `${chosen.statistic} by subset`,
@@ -159,7 +169,7 @@ function dormantCards({ rows, least_induction: induction, least_sink: sink }) {
       xRange: [0, 1.04],
       yRange: [0, 1.04],
       title: "Copying against resting",
-      width: 440,
+      width: roomOfCard(),
     });
     const plot = html("div", { class: "plot" }, figure);
     const runs = [block.repeated_run, block.unrepeated_run, block.text_run]
@@ -263,12 +273,14 @@ export async function showMore(turn) {
       ),
     );
   }
-  const shared = ofKind("model").flatMap(([name, { mean }]) => {
+  const shared = ofKind("model").map(([name, { mean }]) => {
     const [value] = defined(mean);
-    return [
+    return html(
+      "div",
+      {},
       html("dt", { title: facts(name).meaning }, name),
       html("dd", {}, value === undefined ? "undefined here" : number(value)),
-    ];
+    );
   });
   by("more").replaceChildren(
     html(
