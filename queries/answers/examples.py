@@ -32,6 +32,8 @@ MOST, LEAST = 3, 1  # of each head, where sequences of many are asked for
 EXCERPT_TOKENS = 44  # tokens of an excerpt
 TOKENS_BEFORE_MARK = 14  # tokens of an excerpt that stand before the first marked one
 
+Heads = Annotated[tuple[Head, ...], Field(max_length=MOST_SEQUENCES)]
+
 NO_TOKENIZER = "Tokens are shown as numbers: the tokenizer of the run was not at hand."
 """The error itself would tell readers of a page about the places on a machine."""
 
@@ -70,7 +72,7 @@ class Extremes(Query):
 
     kind: Literal["extremes"]
     head: Head | None = None
-    heads: tuple[Head, ...] = ()  # instead of one
+    heads: Heads = ()  # instead of one
     statistic: str
     statistics: Statistics  # statistics that are shown beside it
     brushes: Brushes = ()
@@ -133,9 +135,18 @@ class Texts(Query):
 
     kind: Literal["texts"]
     sequences: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_SEQUENCES)]
-    heads: tuple[Head, ...] = ()  # for each sequence one: then with what each token receives in it
+    heads: Heads = ()  # for each sequence one: then with what each token receives in it
     first: Annotated[int, Field(ge=1, le=100_000)] = 100_000  # so many tokens of each
     statistic: str | None = None  # the statistic whose keys are marked
+
+    def check(self, facts: RunFacts) -> None:
+        """Refuse heads that are not as many as the sequences, too."""
+        super().check(facts)
+        if self.heads and len(self.heads) != len(self.sequences):
+            raise QueryError(
+                f"heads: expected one for each of {len(self.sequences)} sequences, "
+                f"got {len(self.heads)}"
+            )
 
     def _has_weights(self, facts: RunFacts) -> bool:
         return bool(self.heads) and facts.keeps_received

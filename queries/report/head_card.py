@@ -330,7 +330,8 @@ class _Answers:
         answer = self.runs.answer(Effects(kind="effects", scope=self.scope)).header["effects"]
         of_head = f"{where(self.scope.conditions_on_run)} AND label = '{self.head}'"
         sql = f"SELECT statistic, q FROM head_effects{of_head}"
-        q = {row["statistic"]: row["q"] for row in self.runs.database.records(sql) if answer}
+        rows = self.runs.database.records(sql) if answer else []
+        q = {row["statistic"]: row["q"] for row in rows}
         effects: list[CardEffect] = []
         for about in answer:
             own = statistics[about["statistic"]]

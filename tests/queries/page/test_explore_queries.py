@@ -478,6 +478,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "curves", "head": {"layer": -1, "head": 0}}, "expected 0 or more, got -1"),
     ({"kind": "curves", "head": {"layer": "0; x", "head": 0}}, "valid integer"),
     ({"kind": "cube"}, "head: Field required"),
+    ({"kind": "texts", "sequences": [1, 2], "heads": [HEAD]}, "one for each of 2 sequences, got 1"),
     ({"kind": "drop", "table": "heads"}, "does not match any of the expected tags"),
     (SINKS | {"sql": "x"}, "Extra inputs"),
     (HISTOGRAMS | {"statistics": []}, "statistics: expected 1 or more items, got"),

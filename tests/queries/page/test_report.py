@@ -7,17 +7,20 @@ import re
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from headcount.queries.answers.axes import DRAWN_BINS
 from headcount.queries.answers.numbers import COUNTS, NUMBERS
 from headcount.queries.answers.page_queries import Answer, Heatmap, Histograms, Scope, Subsets
 from headcount.queries.answers.page_runs import PageRuns, _input_words
@@ -29,6 +32,7 @@ from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
 from headcount.workers.run_model import RunModels
 from tests.pages.browser import Page, chromium, cut_tables, requested_urls
+from tests.queries.page.test_explore_queries import Asker
 from tests.toys.toy_runs import Cell, Row, data_file, local, one_line, write_run
 
 EVIL = "</script><b>Pile & co"
@@ -579,6 +583,32 @@ def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table
     with one_line(QueryError, "Invalid data"):
         write_report(open_runs(tmp_path), tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_has_the_answers_of_the_explorer_for_every_head(runs: Path, report: Path) -> None:
+    answers = unpacked_page(report)["answers"]
+    with closing(Asker(runs)) as ask:
+        ask.run_id = "a-1"
+        means = np.array(answers["heatmap/a-1/none"]["arrays"][0], float)
+        histograms = answers["histograms/a-1/none"]
+        names = histograms["statistics"]
+        counts = np.reshape(histograms["arrays"][0], (len(names), len(LABELS), DRAWN_BINS))
+        subsets = pa.table(answers["subsets/a-1/none"]["table"]).to_pylist()
+        for place, (layer, index) in enumerate(np.ndindex(LAYERS, HEADS)):
+            head = {"layer": layer, "head": index}
+            (mean, *_) = ask("heatmap", head=head)["arrays"]
+            found = means.reshape(len(names), -1)[:, place]
+            assert found == pytest.approx(mean.ravel(), rel=1e-5, nan_ok=True)
+            own = ask("histograms", head=head, statistics=names[:12])
+            assert own["axes"] == {name: histograms["axes"][name] for name in names[:12]}
+            assert (counts[:12, place] == own["arrays"][0]).all()
+            about = head | {"statistic": "sink_mass"}
+            rows = [row for row in subsets if row.items() >= about.items()]
+            own_rows = ask("subsets", head=head, statistic="sink_mass")["rows"]
+            assert [row["subset"] for row in rows] == [row["subset"] for row in own_rows]
+            assert [row["mean"] for row in rows] == pytest.approx(
+                [row["mean"] for row in own_rows], rel=1e-5
+            )
 
 
 @pytest.mark.long
