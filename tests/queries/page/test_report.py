@@ -21,6 +21,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from headcount.queries.answers.axes import DRAWN_BINS
+from headcount.queries.answers.loss_effects import shown_runs
 from headcount.queries.answers.numbers import COUNTS, NUMBERS
 from headcount.queries.answers.page_queries import Answer, Heatmap, Histograms, Scope, Subsets
 from headcount.queries.answers.page_runs import PageRuns, _input_words
@@ -436,6 +437,12 @@ def test_the_data_of_a_model_of_the_size_of_gpt2_is_small(tmp_path: Path) -> Non
     answers.add(Subsets(kind="subsets", scope=scope), Answer({"table": columns}))
     # 24 statistics of GPT-2 small over 22 subsets of the Pile, beside a page of 60 KB.
     assert len(packed(answers.by_key)) * 24 < 1_400_000
+
+
+def test_checkpoints_stand_in_the_order_of_training() -> None:
+    steps = enumerate([1000, 0, 200])
+    rows = [{"run_id": f"ck-{i}", "name": "ck", "step": at, "calibrates": None} for i, at in steps]
+    assert [row["step"] for row in shown_runs(rows)] == [0, 200, 1000]
 
 
 def test_places_of_the_input_are_names() -> None:
