@@ -5,6 +5,7 @@ Their numbers are statistics like others. Here is how far they can be trusted: w
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from headcount.queries.ask.asking import Record
 from headcount.queries.ask.text_tables import value_text
@@ -26,9 +27,15 @@ def is_calibration(run: Record) -> bool:
 
 
 def shown_runs(runs: Iterable[Record]) -> list[Record]:
-    """The runs of a page: calibrations last, without their interventions, which may be hundreds."""
+    """The runs of a page, checkpoints in the order of training: calibrations last, without their
+    interventions, which may be hundreds.
+    """
     shown = [run | {"interventions": ["none"]} if is_calibration(run) else run for run in runs]
-    return sorted(shown, key=is_calibration)
+
+    def place(run: Record) -> tuple[Any, ...]:
+        return is_calibration(run), run["name"], run["step"] or 0, run["run_id"]
+
+    return sorted(shown, key=place)
 
 
 def effect_queries(

@@ -7,7 +7,6 @@ The page never sends SQL, except in `queries.explore.query_engine` as a query of
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import compress
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -20,10 +19,10 @@ from headcount.queries.answers.head_curves import (
     curve_of,
     curves_of_profiles,
     kept_curve_sql,
+    places,
     profile_curves_sql,
 )
 from headcount.queries.answers.loss_effects import effect_queries, effects_among, effects_answer
-from headcount.queries.answers.marks import marked_keys
 from headcount.queries.answers.numbers import (
     SUMMARY,
     changes_sql,
@@ -35,7 +34,6 @@ from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, unknown
 
 MOST_STATISTICS = 12  # histograms that one query asks for at most
-MOST_SEQUENCES = 20  # sequences that one query names at most
 
 Array: TypeAlias = "np.ndarray[Any, Any]"  # an array, as the answer's header describes it
 
@@ -145,6 +143,7 @@ class Query(_Closed):
     rollups_answer: ClassVar[bool] = False  # whether roll-ups answer it, of a run that has them
     bins_of: ClassVar[tuple[str, ...]] = ("brushes",)  # fields that name statistics with axes
 
+    kind: str
     scope: Scope
 
     @property
@@ -260,29 +259,36 @@ class Heatmap(Query):
 
 
 class Histograms(Query):
-    """How some statistics of a head, or of all, are distributed. Arrays: counts [statistic bin]."""
+    """How some statistics of a head, or of all, are distributed. Arrays: counts [statistic bin], or
+    [statistic layer head bin] if each head is counted by itself.
+    """
 
     reads_sample: ClassVar[bool] = True
     bins_of: ClassVar[tuple[str, ...]] = ("statistics", "brushes")
 
     kind: Literal["histograms"]
     head: Head | None = None
+    by_head: bool = False
     statistics: Statistics
     brushes: Brushes = ()
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """All statistics in one pass over the rows."""
+        keys = ["layer", "head"] if self.by_head else []
         bins = _bins_under_brushes(self.statistics, self.brushes, facts)
         conditions = where(self.conditions(facts, sampled=True))
-        rows = f"SELECT {bins} FROM {facts.sampled_rows}{conditions}"
-        return [Statement(_counts_of_bins(rows, self.statistics))]
+        rows = f"SELECT {', '.join([*keys, bins])} FROM {facts.sampled_rows}{conditions}"
+        return [Statement(_counts_of_bins(rows, self.statistics, *keys))]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """A row of counts for each statistic."""
+        """A row of counts for each statistic, or for each head of it."""
         (table,) = tables
-        counts = np.zeros((len(self.statistics), DRAWN_BINS), np.uint32)
-        counts[_places(table, self.statistics), column(table, "bin")] = column(table, "count")
-        return Answer({}, (counts,))
+        cell = places(table) if self.by_head else ()
+        shape = facts.shape if self.by_head else ()
+        counts = np.zeros((len(self.statistics), *shape, DRAWN_BINS), np.uint32)
+        of_row = _places(table, self.statistics), *cell, column(table, "bin")
+        counts[of_row] = column(table, "count")
+        return Answer({"statistics": self.statistics}, (counts,))
 
 
 Meaning = Literal["sequences", "rows"]
@@ -374,32 +380,40 @@ class Cube(Query):
 
 
 class Subsets(Query):
-    """A statistic of a head in each subset of the Pile. One object each, largest mean first."""
+    """Statistics of a head, or of each, in each subset of the Pile: by head, largest mean first."""
 
     rollups_answer: ClassVar[bool] = True
 
     kind: Literal["subsets"]
-    head: Head
-    statistic: str
+    head: Head | None = None
+    statistic: str | None = None  # None is all of them
 
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One row a subset."""
         scope = self.scope.model_copy(update={"subset": None})
         of_all = self.model_copy(update={"scope": scope})
-        by_subset = summaries(of_all, facts, [self.statistic], ["pile_set_name"])
+        names = [self.statistic] if self.statistic else facts.statistics
+        of_heads = [] if self.head else ["layer", "head"]
+        by_subset = summaries(of_all, facts, names, [*of_heads, "pile_set_name"])
+        keys = ["statistic"] * (not self.statistic) + of_heads
+        columns = "pile_set_name AS subset, count, mean, standard_error, documents"
         return [
             Statement(
-                "SELECT pile_set_name AS subset, count, mean, standard_error, documents "
-                f"FROM ({by_subset.sql}) ORDER BY mean DESC NULLS LAST, subset"
+                f"SELECT {', '.join([*keys, columns])} FROM ({by_subset.sql}) "
+                f"ORDER BY {', '.join([*keys, 'mean DESC NULLS LAST, subset'])}"
             )
         ]
 
+    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
+        """One object each, or columns of a table of all heads."""
+        return super().answer(facts, tables) if self.head else by_column(tables[0].to_pydict())
+
 
 class Curves(Query):
-    """The profiles of a head by lag, key or query, means over all sequences. One object each."""
+    """The profiles of a head, or of each, by lag, key or query: means over all sequences."""
 
     kind: Literal["curves"]
-    head: Head
+    head: Head | None = None
 
     def reads_rows(self, facts: RunFacts) -> bool:
         """Curves that were kept for every sequence are as large as the rows."""
@@ -408,35 +422,35 @@ class Curves(Query):
     def statements(self, facts: RunFacts) -> list[Statement]:
         """One statement for all profiles, and one for each curve that was not averaged."""
         # Without the subset: a mean over sequences cannot be taken apart again.
-        conditions = [*self.scope.conditions_on_run, *self.head.conditions]
-        return curve_statements(facts, conditions)
+        of_head = self.head.conditions if self.head else []
+        condition = where([*self.scope.conditions_on_run, *of_head])
+        kept = [kept_curve_sql(name, of.axis, condition) for name, of in facts.kept_curves.items()]
+        averaged = [profile_curves_sql(condition)] if facts.profiles else []
+        return [Statement(sql) for sql in (*averaged, *kept)]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each profile that has a value for the head."""
-        place = self.head.layer, self.head.head
-        curves = [curve.of_head(*place) for curve in curves_in(facts, tables)]
-        has_values = [any(value is not None for value in curve.values) for curve in curves]
-        return Answer({"rows": [asdict(curve) for curve in compress(curves, has_values)]})
+        """One object for each profile that has a value for the head, or columns of a table."""
+        curves: list[Curve] = []
+        if facts.profiles:
+            averaged, *tables = tables
+            curves += curves_of_profiles(averaged, facts.profiles, facts.shape)
+        for (profile, about), table in zip(facts.kept_curves.items(), tables, strict=True):
+            if len(table):
+                curves.append(curve_of(profile, about, False, table, facts.shape))
+        if self.head:
+            return Answer({"rows": _curves_of(curves, (self.head.layer, self.head.head))})
+        rows = [
+            {"layer": cell[0], "head": cell[1]} | row
+            for cell in np.ndindex(facts.shape)
+            for row in _curves_of(curves, cell)
+        ]
+        return by_column({name: [row[name] for row in rows] for name in (rows[0] if rows else ())})
 
 
-def curve_statements(facts: RunFacts, conditions: Sequence[str]) -> list[Statement]:
-    """The SQL of the curves of some heads."""
-    condition = where(conditions)
-    kept = [kept_curve_sql(name, of.axis, condition) for name, of in facts.kept_curves.items()]
-    averaged = [profile_curves_sql(condition)] if facts.profiles else []
-    return [Statement(sql) for sql in (*averaged, *kept)]
-
-
-def curves_in(facts: RunFacts, tables: Sequence[pa.Table]) -> list[Curve]:
-    """The curves in the tables of `curve_statements`, by head."""
-    curves: list[Curve] = []
-    if facts.profiles:
-        averaged, *tables = tables
-        curves += curves_of_profiles(averaged, facts.profiles, facts.shape)
-    for (profile, about), table in zip(facts.kept_curves.items(), tables, strict=True):
-        if len(table):
-            curves.append(curve_of(profile, about, False, table, facts.shape))
-    return curves
+def _curves_of(curves: Iterable[Curve], cell: tuple[int, ...]) -> list[Header]:
+    """The curves that have a value for a head."""
+    of_head = [asdict(curve.of_head(*cell)) for curve in curves]
+    return [row for row in of_head if any(value is not None for value in row["values"])]
 
 
 class Effects(Query):
@@ -463,81 +477,6 @@ class Effects(Query):
         return Answer(effects_answer(facts.run_id, facts.layers, facts.statistics, found))
 
 
-class Extremes(Query):
-    """The sequences in which a statistic of a head is highest or lowest. One object each."""
-
-    kind: Literal["extremes"]
-    head: Head
-    statistic: str
-    statistics: Statistics  # statistics that are shown beside it
-    brushes: Brushes = ()
-    lowest: bool = False
-
-    def statements(self, facts: RunFacts) -> list[Statement]:
-        """The first sequences of the head by value, and where each comes from."""
-        # Every sequence counts, also in a large run: a sample would lack the extremes.
-        conditions = self.conditions(facts, sampled=False)
-        conditions += [brush.condition(facts) for brush in self.brushes]
-        value = quoted_name(self.statistic)
-        conditions.append(f"{value} IS NOT NULL")
-        # Each once: the statistic may also be one of those shown beside it.
-        names = dict.fromkeys((self.statistic, *self.statistics))
-        direction = "ASC" if self.lowest else "DESC"
-        order = f"ORDER BY {value} {direction}, sequence"
-        return [
-            Statement(
-                f'SELECT extremes.*, pile_set_name AS subset, file, "row" FROM '
-                f"(SELECT sequence, {', '.join(map(quoted_name, names))} FROM heads"
-                f"{where(conditions)} {order} LIMIT {MOST_SEQUENCES}) AS extremes "
-                # Joined after the limit: only these few are looked up. A join keeps no order.
-                'LEFT JOIN (SELECT sequence, pile_set_name, file, "row" FROM sequences'
-                f"{where(self.scope.conditions_on_run)}) USING (sequence) {order} "
-                # Links to a file of a benchmark repeat its sequences.
-                f"LIMIT {MOST_SEQUENCES}"
-            )
-        ]
-
-
-class Texts(Query):
-    """The tokens of some sequences, in the order in which they are named."""
-
-    kind: Literal["texts"]
-    sequences: Annotated[tuple[NonNegativeInt, ...], Field(max_length=MOST_SEQUENCES)]
-    first: Annotated[int, Field(ge=1, le=100_000)] = 100_000  # so many tokens of each
-    statistic: str | None = None  # the statistic whose keys are marked
-
-    def reads_rows(self, facts: RunFacts) -> bool:
-        """Tokens are in another table."""
-        return False
-
-    def statements(self, facts: RunFacts) -> list[Statement]:
-        """The token ids of each sequence."""
-        # SQL has no empty list for IN, and nothing equals NULL.
-        numbers = ", ".join(map(str, self.sequences)) or "NULL"
-        conditions = [*self.scope.conditions_on_run, f"sequence IN ({numbers})"]
-        # Whole sequences: whether a key is marked may depend on tokens far behind it.
-        return [Statement(f"SELECT sequence, n_tokens, tokens FROM sequences{where(conditions)}")]
-
-    def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object for each sequence that the run has, with the positions that are marked."""
-        rows: dict[int, Header] = {}
-        for row in tables[0].to_pylist():
-            tokens = row["tokens"]
-            marks = marked_keys(self.statistic or "", tokens, None)
-            rows[row["sequence"]] = row | {
-                "tokens": tokens[: self.first],
-                "marked": [key for key in marks.keys if key < self.first],
-                "marks": marks.meaning,
-            }
-        return Answer({"rows": [rows[number] for number in self.sequences if number in rows]})
-
-
-PageQuery: TypeAlias = Annotated[
-    Heatmap | Histograms | Cube | Subsets | Curves | Effects | Extremes | Texts,
-    Field(discriminator="kind"),
-]
-
-
 def where(conditions: Sequence[str]) -> str:
     """A WHERE clause with a space before it. Empty without conditions."""
     return f" WHERE {' AND '.join(conditions)}" if conditions else ""
@@ -546,6 +485,11 @@ def where(conditions: Sequence[str]) -> str:
 def sample_condition(every: int) -> str:
     """The condition on the sequences of a sample."""
     return f"sequence % {every} = 0"
+
+
+def by_column(columns: Header) -> Answer:
+    """A table as the answer about many heads: the page takes the rows of one."""
+    return Answer({"table": columns})
 
 
 def column(table: pa.Table, name: str) -> Array:
@@ -596,7 +540,7 @@ def _counts_of_bins(rows: str, statistics: Sequence[str], *keys: str) -> str:
     """Count the rows in each bin of each statistic, in one pass. Without a bin, none counts."""
     by = ", ".join([*keys, "statistic", "bin"])
     names = ", ".join(map(quoted_name, statistics))
-    of_keys = "".join(f" WHERE {key} IS NOT NULL" for key in keys)
+    of_keys = where([f"{key} IS NOT NULL" for key in keys])
     return (
         f"SELECT {by}, count(*) AS count FROM (FROM ({rows}){of_keys}) "
         f"UNPIVOT (bin FOR statistic IN ({names})) GROUP BY {by}"

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from headcount.queries.answers.axes import Axis
 from headcount.queries.answers.head_curves import AXES, ProfileFacts
 from headcount.queries.answers.loss_effects import PARTS
+from headcount.queries.answers.marks import RECEIVED
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.run import Run
 from headcount.queries.open.sql_text import text_literal
+from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.tables import HEADS, ROLLUPS
 
 LARGE_RUN_ROWS = 20_000_000  # of one intervention; with more, brushes read a sample
@@ -50,6 +52,9 @@ class RunFacts:
     """Profiles by lag, key or query that the run averaged over sequences."""
     kept_curves: Mapping[str, ProfileFacts] = field(default_factory=dict[str, ProfileFacts])
     """Those that it kept for every sequence and did not average."""
+    keeps_received: bool = False  # whether it kept for every sequence what each key receives
+    predictions: tuple[str, ...] = ()  # those with one number for each sequence
+    has_dormant: bool = False  # whether runs beside it show which heads copy and rest
     has_parts: bool = False  # whether it averaged what each part of a layer adds to logits
 
     @property
@@ -68,21 +73,30 @@ class RunFacts:
         return self.sample or "heads"
 
 
-def facts_of_runs(database: RunDatabase, records: Iterable[Record]) -> dict[str, RunFacts]:
-    """What queries need to know of runs, by id, from their rows in the view `runs`."""
+def facts_of_runs(
+    database: RunDatabase, records: Iterable[Record], *, is_whole: bool = False
+) -> dict[str, RunFacts]:
+    """What queries need to know of runs, by id, from their rows in the view `runs`.
+
+    `is_whole`: for a page that is written once, whose histograms alone may be of a sample.
+    """
     runs = {run.directory.run_id: run for run in database.runs}
     # Asked once and not for each of many runs: it binds the view.
     sequence_columns = database.columns("sequences")
     return {
         record["run_id"]: _facts_of(
-            runs[record["run_id"]], record, _shape(database, record), sequence_columns
+            runs[record["run_id"]], record, _shape(database, record), sequence_columns, is_whole
         )
         for record in records
     }
 
 
 def _facts_of(
-    run: Run, record: Record, shape: tuple[int, int], sequence_columns: frozenset[str]
+    run: Run,
+    record: Record,
+    shape: tuple[int, int],
+    sequence_columns: frozenset[str],
+    is_whole: bool,
 ) -> RunFacts:
     # Of one intervention: a query reads no more.
     rows = record["rows"] // max(1, len(record["interventions"]))
@@ -91,6 +105,8 @@ def _facts_of(
     # Only if all rows are in roll-ups and samples: otherwise means are as quick from the rows.
     has_rollups = bool(run.files(ROLLUPS.name)) and not run.files(HEADS.name, unrolled=True)
     stride = run.manifest.sample_stride
+    has_large_sample = has_rollups and rows // stride >= AXIS_ROWS
+    is_large = has_large_sample if is_whole else rows > LARGE_RUN_ROWS
     return RunFacts(
         run_id=record["run_id"],
         layers=shape[0],
@@ -100,10 +116,16 @@ def _facts_of(
         uniform_baseline=frozenset(
             name for name in record["statistics"] if f"uniform_{name}" in sequence_columns
         ),
-        every=stride if rows > LARGE_RUN_ROWS else 1,
+        every=stride if is_large else 1,
         has_rollups=has_rollups,
-        has_large_sample=has_rollups and rows // stride >= AXIS_ROWS,
+        has_large_sample=has_large_sample,
         profiles=profiles,
+        keeps_received=RECEIVED in run.manifest.kinds.get("curves", {}),
+        predictions=tuple(
+            name
+            for name, prediction in PREDICTIONS.items()
+            if name in sequence_columns and not prediction.per_token
+        ),
         has_parts=PARTS in run.manifest.kinds.get("profiles", {}),
         kept_curves={name: facts for name, facts in kept_curves.items() if name not in profiles},
     )

@@ -68,7 +68,9 @@ class Attention(Query):
         cut = {"start": start, "n_tokens": length, "received": received}
         cut["tokens"] = row["tokens"][start : shown.stop]
         try:
-            return Answer({"rows": [cut]}, self._weights(row["tokens"], shown, models))
+            return Answer(
+                answer.header | {"rows": [cut]}, self._weights(row["tokens"], shown, models)
+            )
         except HeadcountError as error:
             why = str(error)
         except ImportError as error:
@@ -76,7 +78,8 @@ class Attention(Query):
                 f"needs {error.name}, which is not installed: in headcount's folder, "
                 "pip install -e '.[scan]'"
             )
-        return Answer({"rows": [cut], "why": f"where tokens look is not shown: {why}"})
+        why = f"where tokens look is not shown: {why}"
+        return Answer(answer.header | {"rows": [cut], "why": why})
 
     def _weights(self, tokens: list[int], shown: range, models: RunModels) -> tuple[Array, ...]:
         model = models[self.scope.run_id]

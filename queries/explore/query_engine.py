@@ -8,28 +8,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from threading import Lock
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import duckdb
 import numpy as np
-import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from headcount.queries.answers.page_queries import (
-    Answer,
-    Header,
-    PageQuery,
-    Query,
-    RunFacts,
-    Texts,
-)
+from headcount.queries.answers.examples import Texts, with_texts
+from headcount.queries.answers.page_queries import Answer, Query
+from headcount.queries.answers.page_runs import PageQuery, PageRuns
 from headcount.queries.ask.answers import query_error
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.formats import json_value
 from headcount.queries.explore.attention import Attention
-from headcount.queries.explore.opened import PageRuns
 from headcount.queries.explore.sql_process import Settings, SqlProcesses, SqlQuery
 from headcount.queries.open.limits import MEMORY, share_of
 from headcount.queries.open.run_memory import RunMemory
@@ -221,7 +213,7 @@ class Engine:
             # Without a damaged roll-up, the query may read rows.
             await self.look_again(rows=needs_rows)
         try:
-            header, answer = await self._compute(runs, query)
+            answer = await self._compute(runs, query)
         except duckdb.Error as error:
             if isinstance(error, duckdb.InterruptException | duckdb.OutOfMemoryException):
                 raise query_error(error) from None
@@ -230,7 +222,7 @@ class Engine:
             if self.runs is runs:
                 raise query_error(error) from None
             runs = self.runs
-            header, answer = await self._compute(runs, query)
+            answer = await self._compute(runs, query)
         if isinstance(query, Attention):
             stored, models = answer, self.models
             answer = await self._in_thread(
@@ -239,24 +231,19 @@ class Engine:
                 lambda _: query.with_weights(stored, models),
             )
         if isinstance(query, Texts | Attention):
-            answer = await self._with_texts(query, answer)
-        return _packed(runs, Answer(header | answer.header, answer.arrays))
+            # Without a deadline: a tokenizer has nothing that could interrupt it.
+            answer = await asyncio.get_running_loop().run_in_executor(
+                self.text_thread, with_texts, answer, self.models, query.scope.run_id
+            )
+        return _packed(runs, answer)
 
-    async def _compute(self, runs: PageRuns, query: Query) -> tuple[Header, Answer]:
-        """What every answer says, and the answer."""
+    async def _compute(self, runs: PageRuns, query: Query) -> Answer:
 
-        def work(cursors: Interruptible) -> tuple[Header, Answer]:
-            cursor = cursors.cursor()
-            facts = runs.facts_for(query, cursor)
-            tables: list[pa.Table] = []
-            for statement in query.statements(facts):
-                # Of this cursor alone: two queries may call a table by the same name.
-                for name, sql in statement.temporary_tables.items():
-                    cursor.execute(f"CREATE TEMP TABLE {name} AS {sql}")
-                tables.append(cursor.sql(statement.sql).to_arrow_table())
-            return _header(query, facts), query.answer(facts, tables)
-
-        return await self._in_thread(self.threads, self._interruptible(runs), work)
+        return await self._in_thread(
+            self.threads,
+            self._interruptible(runs),
+            lambda cursors: runs.answer(query, cursors.cursor()),
+        )
 
     def _interruptible(self, runs: PageRuns) -> "Interruptible":
         return Interruptible(runs.database)
@@ -303,24 +290,6 @@ class Engine:
             query.interrupt()
             await asyncio.sleep(INTERRUPT_SECONDS)
 
-    async def _with_texts(self, query: Query, answer: Answer) -> Answer:
-        loop = asyncio.get_running_loop()
-        run_id = query.scope.run_id
-        rows: list[Header] = answer.header["rows"]
-
-        def texts() -> Header:
-            try:
-                model = self.models[run_id]
-                with_text = [row | {"tokens": model.texts(row["tokens"])} for row in rows]
-            except HeadcountError as error:
-                numbers = [row | {"tokens": list(map(str, row["tokens"]))} for row in rows]
-                return {"rows": numbers, "note": f"token numbers are shown: {error}"}
-            return {"rows": with_text}
-
-        # Without a deadline: a tokenizer has nothing that could interrupt it.
-        header = await loop.run_in_executor(self.text_thread, texts)
-        return replace(answer, header=answer.header | header)
-
 
 def _take_error(result: asyncio.Future[Any]) -> None:
     """Take note of an error that nobody waits for any more: Python would print it at the end."""
@@ -344,15 +313,6 @@ def _packed(runs: PageRuns, answer: Answer) -> bytes:
     for array in arrays:
         parts += [array.tobytes(), b"\0" * (-array.nbytes % 8)]
     return b"".join(parts)
-
-
-def _header(query: Query, facts: RunFacts) -> Header:
-    """What every answer says: the axes it uses, its SQL, and whether it is of a sample."""
-    # The user reads the same rows from the files: a table in memory is not theirs.
-    statements = query.statements(replace(facts, sample=None))
-    axes = {name: [axis.low, axis.high] for name, axis in facts.axes.items()}
-    sql = [statement.sql for statement in statements if not statement.temporary_tables]
-    return {"axes": axes, "sql": sql, "every": facts.every}
 
 
 MOST_ANSWERS = 256  # answers that are kept

@@ -1,16 +1,38 @@
 """The card of one head: all that a run says of it, as plain lists and numbers, and as a page."""
 
-from dataclasses import asdict, dataclass, replace
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from headcount.queries.answers.examples import Examples, Excerpt, example_statistics, read_examples
-from headcount.queries.answers.head_curves import HeadCurve
+from headcount.queries.answers.axes import DRAWN_BINS
+from headcount.queries.answers.examples import (
+    EXCERPT_TOKENS,
+    LEAST,
+    MOST,
+    NO_TOKENIZER,
+    Extremes,
+    Texts,
+    example_statistics,
+    with_texts,
+)
+from headcount.queries.answers.head_curves import Array, HeadCurve
 from headcount.queries.answers.numbers import NUMBERS, Numbers
-from headcount.queries.answers.page_queries import Effects
-from headcount.queries.answers.run_facts import facts_of_runs
-from headcount.queries.answers.section import Section, answered, read_section
+from headcount.queries.answers.page_queries import (
+    Curves,
+    Effects,
+    Heatmap,
+    Histograms,
+    Scope,
+    Subsets,
+    where,
+)
+from headcount.queries.answers.page_queries import Head as PageHead
+from headcount.queries.answers.page_runs import PageRuns
+from headcount.queries.answers.run_facts import RunFacts
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.report.html_page import CARD, TEMPLATES, html_text, json_value
 from headcount.schemas.errors import QueryError, unknown
@@ -79,6 +101,21 @@ class CardSubset:
 
 
 @dataclass(frozen=True)
+class Excerpt:
+    """A piece of a sequence, and what a head attends to in it."""
+
+    sequence: int
+    value: float
+    subset: str | None  # of the Pile
+    start: int  # position of its first token in the sequence
+    length: int  # tokens of the whole sequence
+    tokens: list[str]  # text of each token, or its number if no tokenizer is at hand
+    marked: list[int]  # indices of the tokens that the statistic is about
+    marks: str  # what these are
+    weights: list[float] | None  # attention that each token receives; None if not measured
+
+
+@dataclass(frozen=True)
 class HeadCard:
     """What one run says of one head under one intervention."""
 
@@ -120,19 +157,18 @@ def head_card(
     head = Head.labelled(label)
     if head is None:
         raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")
+    runs = PageRuns(database, is_whole=True)
     run = _chosen_run(database, run_id)
     if intervention not in run["interventions"]:
         raise QueryError(unknown("intervention", intervention, run["interventions"]))
-    (facts,) = facts_of_runs(database, [run]).values()
+    facts = runs.facts(run["run_id"])
     if head.layer >= facts.layers or head.head >= facts.heads:
         raise QueryError(
             f"run {run['run_id']}: head {head}: expected a head from L0H0 to "
             f"{Head(facts.layers - 1, facts.heads - 1)}"
         )
-    section = read_section(database, facts, intervention, head=head)
-    names = example_statistics(section.facts.statistics)
-    examples = read_examples(database, section, {name: [head] for name in names}, models)
-    return _card(database, run, section, head, examples)
+    scope = Scope(run_id=facts.run_id, intervention=intervention)
+    return _Answers(runs, facts, scope, head, models).card(run)
 
 
 def card_html(card: HeadCard) -> str:
@@ -154,90 +190,171 @@ def _chosen_run(database: RunDatabase, run_id: str | None) -> Record:
     return runs[run_id]
 
 
-def _card(
-    database: RunDatabase, run: Record, section: Section, head: Head, examples: Examples
-) -> HeadCard:
-    facts = {row["name"]: row for row in database.records("FROM statistics")}
+class _Answers:
+    """The answers about one head to what a page may ask."""
 
-    def own(numbers: Numbers, column: str, statistic: int) -> Any:  # noqa: ANN401  # int or float
-        """A number of the head: None for NaN."""
-        value = numbers[column][statistic, *head].item()
-        return None if np.isnan(value) else value
+    def __init__(
+        self, runs: PageRuns, facts: RunFacts, scope: Scope, head: Head, models: RunModels | None
+    ) -> None:
+        self.runs = runs
+        self.facts = facts
+        self.scope = scope
+        self.head = head
+        self.of_head = {"scope": scope, "head": PageHead(**head._asdict())}
+        self.models = models
+        self.note = ""
 
-    statistics: list[CardStatistic] = []
-    distributions: dict[str, CardDistribution] = {}
-    subsets: dict[str, list[CardSubset]] = {}
-    for index, name in enumerate(section.facts.statistics):
-        changes = section.changes
-        statistics.append(
+    def card(self, run: Record) -> HeadCard:
+        """All of them."""
+        # Percentiles need the means of all heads.
+        means = self.runs.answer(Heatmap(kind="heatmap", scope=self.scope))
+        numbers: Numbers = dict(zip(NUMBERS, means.arrays, strict=True))
+        has_rows = numbers["count"].any() or numbers["undefined"].any()
+        names = self.facts.statistics if has_rows else ()
+        statistics = self._statistics(names, means.header["uniform_baseline"], numbers)
+        examples = {name: self._examples(name) for name in example_statistics(names)}
+        return HeadCard(
+            label=str(self.head),
+            layer=self.head.layer,
+            head=self.head.head,
+            run_id=run["run_id"],
+            model=run["model"],
+            intervention=self.scope.intervention,
+            input_family=run["input_family"],
+            sequences=run["sequences_done"],
+            n_ctx=run["n_ctx"],
+            heads=int(numbers["count"].any(axis=0).sum()),
+            statistics=statistics,
+            distributions=self._distributions(names) if names else {},
+            subsets=self._subsets(names),
+            curves=[
+                HeadCurve(**row)
+                for row in self.runs.answer(Curves(kind="curves", **self.of_head)).header["rows"]
+            ],
+            effects=self._effects({one.name: one for one in statistics}),
+            most={name: most for name, (most, _) in examples.items() if most},
+            least={name: least for name, (_, least) in examples.items() if least},
+            note=self.note,
+        )
+
+    def _statistics(
+        self, names: Sequence[str], baselines: Record, numbers: Numbers
+    ) -> list[CardStatistic]:
+        about = {row["name"]: row for row in self.runs.statistics}
+        changes = [None, None]
+        if names and self.scope.intervention != "none" and "none" in self.facts.interventions:
+            query = Heatmap(kind="heatmap", changes=True, **self.of_head)
+            changes = self.runs.answer(query).arrays[:2]
+        return [
             CardStatistic(
                 name=name,
-                meaning=facts[name]["meaning"],
-                formula=facts[name]["formula"] or "",
-                unit=facts[name]["unit"],
-                uniform_baseline=section.uniform_baseline.get(name),
-                heads=int((~np.isnan(section.numbers["mean"][index])).sum()),
-                change=own(changes, "mean", index) if changes else None,
-                change_error=own(changes, "standard_error", index) if changes else None,
-                **{column: own(section.numbers, column, index) for column in NUMBERS},
+                meaning=about[name]["meaning"],
+                formula=about[name]["formula"] or "",
+                unit=about[name]["unit"],
+                uniform_baseline=baselines.get(name),
+                heads=int((~np.isnan(numbers["mean"][index])).sum()),
+                change=_number(changes[0], index, 0, 0),
+                change_error=_number(changes[1], index, 0, 0),
+                **{column: _number(numbers[column], index, *self.head) for column in NUMBERS},
             )
-        )
-        if name in section.histograms:
-            first, size, counts = section.histograms[name].groups_of(head)
-            edges = section.histograms[name].edges_of(first, size, len(counts))
-            distributions[name] = CardDistribution(edges, counts)
-        columns = ("mean", "standard_error", "documents", "count")
-        subsets[name] = [
-            CardSubset(subset, *(own(numbers, column, index) for column in columns))
-            for subset, numbers in section.subsets.items()
+            for index, name in enumerate(names)
         ]
-    return HeadCard(
-        label=str(head),
-        layer=head.layer,
-        head=head.head,
-        run_id=run["run_id"],
-        model=run["model"],
-        intervention=section.intervention,
-        input_family=run["input_family"],
-        sequences=run["sequences_done"],
-        n_ctx=run["n_ctx"],
-        heads=int(section.numbers["count"].any(axis=0).sum()),
-        statistics=statistics,
-        distributions=distributions,
-        subsets=subsets,
-        curves=[curve.of_head(*head) for curve in section.curves],
-        effects=_effects(database, section, head, {one.name: one for one in statistics}),
-        most={name: excerpts for (name, *_), excerpts in examples.most.items()},
-        least={name: excerpts for (name, *_), excerpts in examples.least.items()},
-        note=examples.note,
-    )
 
+    def _distributions(self, names: Sequence[str]) -> dict[str, CardDistribution]:
+        query = Histograms.model_construct(kind="histograms", statistics=names, **self.of_head)
+        answer = self.runs.answer(query)
+        distributions: dict[str, CardDistribution] = {}
+        for name, counts in zip(names, answer.arrays[0], strict=True):
+            low, high = answer.header["axes"][name]
+            if counts.any():
+                edges = np.linspace(low, high, DRAWN_BINS + 1).tolist()
+                distributions[name] = CardDistribution(edges, counts.tolist())
+        return distributions
 
-def _effects(
-    database: RunDatabase, section: Section, head: Head, statistics: dict[str, CardStatistic]
-) -> list[CardEffect]:
-    facts = replace(section.facts, has_parts=False)
-    answer = answered(database, facts, Effects(kind="effects", scope=section.scope)).header
-    effects: list[CardEffect] = []
-    sql = f"SELECT statistic, q FROM head_effects{section.condition} AND label = '{head}'"
-    rows = database.records(sql) if answer["effects"] else []
-    q = {row["statistic"]: row["q"] for row in rows}
-    for about in answer["effects"]:
-        own = statistics[about["statistic"]]
-        if own.mean is None:
-            continue
-        direct = statistics.get(f"direct_{own.name}")
-        effects.append(
-            CardEffect(
-                statistic=own.name,
-                intervention=about["measured_by"].format(layer=head.layer, head=head.head),
-                effect=own.mean,
-                standard_error=own.standard_error,
-                q=q[own.name],
-                direct=direct.mean if direct else None,
-                direct_error=direct.standard_error if direct else None,
-                indirect=own.mean - direct.mean if direct and direct.mean is not None else None,
-                trust=about["trust"][1 + head.layer],
-            )
+    def _subsets(self, names: Sequence[str]) -> dict[str, list[CardSubset]]:
+        subsets: dict[str, list[CardSubset]] = {name: [] for name in names}
+        if names and self.runs.subsets(self.facts.run_id):
+            query = Subsets(kind="subsets", **self.of_head)
+            for row in self.runs.answer(query).header["rows"]:
+                subsets[row.pop("statistic")].append(CardSubset(**row))
+        return subsets
+
+    def _examples(self, statistic: str) -> tuple[list[Excerpt], list[Excerpt]]:
+        """The sequences in which a statistic is largest, and others in which it is smallest."""
+        largest, smallest = (
+            self.runs.answer(
+                Extremes(
+                    kind="extremes",
+                    **self.of_head,
+                    statistic=statistic,
+                    statistics=(statistic,),
+                    lowest=lowest,
+                )
+            ).header["rows"]
+            for lowest in (False, True)
         )
-    return effects
+        most = largest[:MOST]
+        sequences = {row["sequence"] for row in most}
+        # With few sequences, the least active would be among the most active again.
+        least = [row for row in smallest[:LEAST] if row["sequence"] not in sequences]
+        query = Texts(
+            kind="texts",
+            scope=self.scope,
+            sequences=tuple(row["sequence"] for row in (*most, *least)),
+            heads=(self.of_head["head"],) * len(most + least),
+            first=EXCERPT_TOKENS,
+            statistic=statistic,
+        )
+        run_id = self.facts.run_id
+        texts = with_texts(self.runs.answer(query), self.models, run_id, NO_TOKENIZER).header
+        self.note = texts.get("note", self.note)
+        of_sequence = {row["sequence"]: row for row in texts["rows"]}
+        names = ("start", "tokens", "marked", "marks", "weights")
+
+        def excerpts(rows: list[Record]) -> list[Excerpt]:
+            return [
+                Excerpt(
+                    sequence=row["sequence"],
+                    value=row[statistic],
+                    length=of_sequence[row["sequence"]]["n_tokens"],
+                    subset=row["subset"],
+                    **{name: of_sequence[row["sequence"]][name] for name in names},
+                )
+                for row in rows
+                if row["sequence"] in of_sequence
+            ]
+
+        return excerpts(most), excerpts(least)
+
+    def _effects(self, statistics: dict[str, CardStatistic]) -> list[CardEffect]:
+        answer = self.runs.answer(Effects(kind="effects", scope=self.scope)).header["effects"]
+        of_head = f"{where(self.scope.conditions_on_run)} AND label = '{self.head}'"
+        sql = f"SELECT statistic, q FROM head_effects{of_head}"
+        rows = self.runs.database.records(sql) if answer else []
+        q = {row["statistic"]: row["q"] for row in rows}
+        effects: list[CardEffect] = []
+        for about in answer:
+            own = statistics[about["statistic"]]
+            if own.mean is None:
+                continue
+            direct = statistics.get(f"direct_{own.name}")
+            effects.append(
+                CardEffect(
+                    statistic=own.name,
+                    intervention=about["measured_by"].format(**self.head._asdict()),
+                    effect=own.mean,
+                    standard_error=own.standard_error,
+                    q=q[own.name],
+                    direct=direct.mean if direct else None,
+                    direct_error=direct.standard_error if direct else None,
+                    indirect=own.mean - direct.mean if direct and direct.mean is not None else None,
+                    trust=about["trust"][1 + self.head.layer],
+                )
+            )
+        return effects
+
+
+def _number(values: Array | None, *place: int) -> Any:  # noqa: ANN401  # int or float
+    """A number of the head: None for NaN."""
+    value = None if values is None else values[place].item()
+    return None if value is None or np.isnan(value) else value

@@ -178,9 +178,10 @@ def test_a_report_says_how_far_effects_can_be_trusted(
     assert data["overview"]["runs"][-1]["name"] == "effects-calibration"
     calibrated = "SELECT name, calibrates FROM runs ORDER BY name"
     assert [row["calibrates"] for row in database.records(calibrated)] == [None, run_id, None]
-    assert [key.partition("/")[2] for key in data["sections"]] == ["none"] * 3
+    keys = [key for key in data["answers"] if key.startswith("details/")]
+    assert [key.rpartition("/")[2] for key in keys] == ["none"] * 3
     assert [run["has_effects"] for run in data["overview"]["runs"]] == [True, False, False]
-    shown = data["sections"][f"{run_id}/none"]["effects"]
+    shown = data["answers"][f"effects/{run_id}/none"]
     names = ["effect_mean", "effect_window_1_3", "effect_zero_magnitude"]
     assert [effect["statistic"] for effect in shown["effects"]] == names
     calibration = database.records("effect_calibration")

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from headcount.queries.answers.numbers import NUMBERS
-from headcount.queries.answers.run_facts import facts_of_runs
-from headcount.queries.answers.section import read_section
+from headcount.queries.answers.page_queries import Curves, Head, Heatmap, Scope
+from headcount.queries.answers.page_runs import PageRuns
+from headcount.queries.answers.run_details import Details
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import head_card
-from headcount.queries.report.report import _prediction_sql
 from headcount.schemas.statistics import STATISTICS as ALL
 from tests.queries.page.test_explore_queries import Asker
 from tests.toys.toy_runs import Cell, Row, write_run
@@ -184,16 +184,17 @@ def check_pages(plan: Plan, database: RunDatabase, measured: Measured) -> None:
         is_here = parts == (row["subset"] or "")
         check(row, values["none", "sink_mass", 1, 3][is_here], documents[is_here])
     ask.engine.close()
-    (facts,) = facts_of_runs(database, database.records("FROM runs")).values()
+    runs = PageRuns(database, is_whole=True)
     for intervention in INTERVENTIONS:
-        section = read_section(database, facts, intervention)
-        for index, statistic in enumerate(section.facts.statistics):
-            for layer, head in np.ndindex(section.facts.shape):
-                own = values[intervention, statistic, layer, head]
-                error, number = error_over_documents(own, documents)
-                assert section.numbers["documents"][index, layer, head] == number
-                shown = section.numbers["standard_error"][index, layer, head]
-                assert shown == error or (error is None and np.isnan(shown))
+        scope = Scope(run_id=plan.run.run_id, intervention=intervention)
+        answer = runs.answer(Heatmap(kind="heatmap", scope=scope))
+        of_all = dict(zip(NUMBERS, answer.arrays, strict=True))
+        for index, layer, head in np.ndindex(of_all["mean"].shape):
+            own = values[intervention, answer.header["statistics"][index], layer, head]
+            error, number = error_over_documents(own, documents)
+            assert of_all["documents"][index, layer, head] == number
+            shown = of_all["standard_error"][index, layer, head]
+            assert shown == error or (error is None and np.isnan(shown))
     card = head_card(database, "L1H6").statistic("sink_mass")
     expected = error_over_documents(values["none", "sink_mass", 1, 6], documents)
     assert (card.standard_error, card.documents) == expected
@@ -227,23 +228,30 @@ def test_roll_ups_give_the_errors_of_numpy(plan: Plan, measured: Measured) -> No
 
 
 def test_predictions_and_kept_curves_have_numpys_errors(
-    unmerged: RunDatabase, measured: Measured
+    plan: Plan, unmerged: RunDatabase, measured: Measured
 ) -> None:
     database = unmerged
+    runs = PageRuns(database)
+    scopes = [Scope(run_id=plan.run.run_id, intervention=name) for name in INTERVENTIONS]
     sql = "SELECT loss FROM sequences WHERE intervention <> 'none' ORDER BY sequence"
     changes = np.array(database.rows(sql), float).ravel() - measured.losses
-    rows = {row["intervention"]: row for row in database.records(_prediction_sql("loss", ""))}
+    details = [runs.answer(Details(kind="details", scope=scope)).header for scope in scopes]
+    ([untouched], [changed]) = (one["rows"] for one in details)
     error, _ = error_over_documents(measured.losses, measured.documents)
-    assert (rows["none"]["standard_error"], rows["none"]["change_error"]) == (error, None)
+    assert (untouched["standard_error"], untouched["change_error"]) == (error, None)
     error, _ = error_over_documents(changes, measured.documents)
-    assert rows["zero_head(1,6)"]["change_error"] == error
-    (facts,) = facts_of_runs(database, database.records("FROM runs")).values()
-    curve = next(c for c in read_section(database, facts, "none").curves if not c.profiled)
+    assert changed["change_error"] == error
+    query = Curves(kind="curves", scope=scopes[0], head=Head(layer=1, head=6))
+    [errors] = [
+        curve["standard_errors"]
+        for curve in runs.answer(query).header["rows"]
+        if not curve["profiled"]
+    ]
     lists = database.rows(
         "SELECT attention_received_by_key FROM curves WHERE intervention = 'none' "
         "AND label = 'L1H6' ORDER BY sequence"
     )
-    for found, one in zip(curve.standard_errors[:, 1, 6], np.array(lists)[:, 0].T, strict=True):
+    for found, one in zip(errors, np.array(lists)[:, 0].T, strict=True):
         assert found == error_over_documents(one, measured.documents)[0]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.answers.numbers import NUMBERS
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import head_card
 from headcount.queries.report.html_page import unpacked
@@ -64,8 +65,11 @@ def of_report(database: RunDatabase, path: Path) -> dict[str, list[float | None]
     """What the report's page draws."""
     write_report(database, path)
     page: Any = unpacked(path.read_text(encoding="utf-8"))
-    values = page["sections"]["a-1/none"]["values"]
-    return {name: values[name]["percentile"] for name in COLUMNS}
+    answer = page["answers"]["heatmap/a-1/none"]
+    percentiles = answer["arrays"][NUMBERS.index("percentile")]
+    count = LAYERS * HEADS
+    places = {name: i * count for i, name in enumerate(answer["statistics"])}
+    return {name: percentiles[places[name] :][:count] for name in COLUMNS}
 
 
 @pytest.mark.parametrize(

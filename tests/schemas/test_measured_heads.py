@@ -15,6 +15,7 @@ import torch
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.upkeep.compaction import compact
+from headcount.queries.answers.numbers import NUMBERS
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.report.html_page import unpacked
 from headcount.queries.report.report import write_report
@@ -246,8 +247,10 @@ def test_a_report_leaves_cells_blank_that_were_not_measured(tmp_path: Path, gpt2
     plan = finished(tmp_path, gpt2, heads=["L2H0", "L0H1", "L2H3"])
     write_report(open_runs(str(plan.run.path)), tmp_path / "report.html")
     data = cast(dict[str, Any], unpacked((tmp_path / "report.html").read_text("utf-8")))
-    (section,) = data["sections"].values()
-    maps = [values["mean"] for values in section["values"].values() if any(values["mean"])]
+    (answer,) = (one for key, one in data["answers"].items() if key.startswith("heatmap/"))
+    means_of_all = answer["arrays"][NUMBERS.index("mean")]
+    by_statistic = [means_of_all[place : place + 12] for place in range(0, len(means_of_all), 12)]
+    maps = [means for means in by_statistic if any(means)]
     assert len(maps) > 10
     for means in maps:
         assert len(means) == 3 * 4

@@ -170,8 +170,9 @@ export const marksOf = (row) => [
 ];
 
 // The mean of a statistic in each subset of the corpus.
-export function subsetBars(rows, statistic, baseline) {
+export function subsetBars(rows, statistic, baseline, width) {
   return bars({
+    width,
     names: rows.map((row) => `${row.subset ?? "no subset"} (${row.count})`),
     values: rows.map((row) => row.mean),
     errors: rows.map((row) => row.standard_error),
@@ -181,7 +182,7 @@ export function subsetBars(rows, statistic, baseline) {
 }
 
 // The mean of a profile of one head along the sequence, and the SQL of it.
-export function curveFigure(curve, label, where, askSql) {
+export function curveFigure(curve, label, where, askSql, width) {
   const length = curve.indices.at(-1) + 1;
   const thinned =
     length > curve.indices.length ? ` ${curve.indices.length} of ${length} places are drawn.` : "";
@@ -194,6 +195,7 @@ export function curveFigure(curve, label, where, askSql) {
     yName: curve.unit,
     title: `${profile} of ${label}`,
     height: 170,
+    width,
   });
   const plot = html("div", { class: "plot" }, figure);
   const sql = curve.profiled
@@ -314,10 +316,9 @@ export function excerptList(rows, { statistic, others = [], onSequence }) {
       " in ",
     );
     heading.append(onSequence ? button(name, () => onSequence(row.sequence), { title }) : name);
-    const words = [
-      row.subset ?? row.pile_set_name,
-      ...others.map((other) => `${other} ${number(row[other])}`),
-    ].filter(Boolean);
+    const words = [row.subset, ...others.map((other) => `${other} ${number(row[other])}`)].filter(
+      Boolean,
+    );
     if (words.length) heading.append(` · ${words.join(" · ")}`);
     const text = row.tokens ? tokenText(row) : [];
     return html(
@@ -388,7 +389,7 @@ export function drawCard(card, chosen, onStatistic) {
     const shown = card.distributions[one.name];
     if (shown?.counts.length) {
       const plot = histogram(one.name, one.meaning);
-      plot.setAxis(shown.edges);
+      plot.setAxis([shown.edges[0], shown.edges.at(-1)]);
       plot.drawBefore(shown.counts);
       plot.mark(marksOf(one));
       parts.push(html("div", { class: "plot" }, plot));

@@ -1,5 +1,5 @@
 // A histogram, with a brush if it listens: a range that a pointer, a finger or the arrow keys move.
-import { everyOther, html, isUndefined, number, roundTicks, set, svg, titled } from "./draw.js";
+import { html, isUndefined, number, roundTicks, set, svg, titled } from "./draw.js";
 
 // Bins of an axis. The server has the same number: a brush is two bins of it.
 export const BINS = 128;
@@ -10,6 +10,8 @@ const RIGHT = WIDTH - 8;
 const TOP = 6;
 const BOTTOM = HEIGHT - 20;
 const GRIP = 7;
+const TICK_SIZE = 10; // In pixels of the screen, however wide the figure is.
+const TICK_PIXELS = 42; // Between two ticks.
 
 // The bins of a range between two places in 0..1. The only place where a brush is snapped.
 export function snap(from, to) {
@@ -40,37 +42,8 @@ function steps(counts, most) {
   return `${path}V${BOTTOM}`;
 }
 
-// Where a value stands between the ends of an axis, in 0..1. Bins of one width give a plain axis.
-// Others, such as logarithmic bins, each take the same room, and so do bins without an end.
-function axisOf(edges) {
-  const last = edges.length - 1;
-  const ends = edges.map((edge, i) => edge ?? (i ? Infinity : -Infinity)); // JSON has no infinity.
-  const width = (ends[last] - ends[0]) / last;
-  const isEven = ends.every(
-    (edge, i) => Math.abs(edge - ends[0] - i * width) <= 2e-3 * Math.abs(width),
-  );
-  if (isEven) {
-    const place = (x) => (x - ends[0]) / (ends[last] - ends[0]);
-    return {
-      place,
-      ends: [ends[0], ends[last]],
-      ticks: roundTicks(ends[0], ends[last], 6).map((x) => [place(x), x]),
-    };
-  }
-  const place = (x) => {
-    const bin = Math.min(
-      last - 1,
-      ends.findLastIndex((edge) => edge <= x),
-    );
-    const [low, high] = [ends[bin], ends[bin + 1]];
-    const share = Number.isFinite(low) && Number.isFinite(high) ? (x - low) / (high - low) : 0.5;
-    return bin < 0 ? -1 : (bin + share) / last;
-  };
-  const ticks = ends
-    .map((edge, i) => [i / last, edge])
-    .filter((_, i) => everyOther(ends.length, 6)(i));
-  return { place, ends: [ends[0], ends[last]], ticks };
-}
+// Where a value stands between the ends of an axis, in 0..1.
+const axisOf = ([low, high]) => ({ ends: [low, high], place: (x) => (x - low) / (high - low) });
 
 // `listeners`: enter() when a brush may begin, move(range) while it moves, end() when it rests.
 // A range is [first, last], or null if nothing is picked. Without listeners there is no brush.
@@ -117,6 +90,24 @@ export function histogram(name, meaning, listeners) {
     figure,
   );
   let axis = axisOf([0, 1]);
+  // Letters keep their size, however wide the figure is drawn.
+  new ResizeObserver(showTicks).observe(element);
+  function showTicks() {
+    const scale = WIDTH / (element.clientWidth || WIDTH);
+    const most = Math.max(2, Math.floor(element.clientWidth / TICK_PIXELS));
+    const size = TICK_SIZE * scale;
+    ticks.replaceChildren(
+      ...roundTicks(...axis.ends, most).map((value) => {
+        const x = xOf(axis.place(value));
+        const anchor = x < LEFT + size ? "start" : x > RIGHT - size ? "end" : "middle";
+        return svg(
+          "text",
+          { x, y: BOTTOM + 2 + size, "text-anchor": anchor, "font-size": size },
+          number(Number(value.toPrecision(3))),
+        );
+      }),
+    );
+  }
   let range = null;
   let frame = 0;
   let endTimer = 0;
@@ -232,20 +223,9 @@ export function histogram(name, meaning, listeners) {
   let before = null;
   Object.assign(element, {
     isDragging: () => drag !== null,
-    // `edges` are those of all bins, or the two ends.
-    setAxis(edges) {
-      axis = axisOf(edges);
-      ticks.replaceChildren(
-        ...axis.ticks.map(([share, value]) => {
-          const x = xOf(share);
-          const anchor = x < LEFT + 10 ? "start" : x > RIGHT - 10 ? "end" : "middle";
-          return svg(
-            "text",
-            { x, y: HEIGHT - 6, "text-anchor": anchor },
-            number(Number(value.toPrecision(3))),
-          );
-        }),
-      );
+    setAxis(ends) {
+      axis = axisOf(ends);
+      showTicks();
       marks.replaceChildren();
       show();
     },

@@ -21,10 +21,10 @@ import {
   state,
 } from "./state.js";
 
-// Views that rank heads by a statistic, and when a head passes their threshold.
-const RANKINGS = {
-  sink_mass: ["sink_heads", (mean) => (1 + (state.run.n_ctx - 1) * mean) / state.run.n_ctx > 0.3],
-  induction_score: ["induction_heads", (mean) => mean >= 0.4],
+// When a head passes the threshold of a view that ranks heads by a mean.
+const PASSES = {
+  sink_heads: (mean, threshold) => (1 + (state.run.n_ctx - 1) * mean) / state.run.n_ctx > threshold,
+  induction_heads: (mean, threshold) => mean >= threshold,
 };
 const LOOK_ALIKE = 0.95;
 
@@ -41,22 +41,26 @@ export function rangeOf(name, values) {
   return { range: [-largest, largest], scale: "diverging" };
 }
 
-// What a statistic is compared with, and the differences: of the same sequences, if the run
-// measured both with and without the intervention, and else as if the sequences of the two were
-// independent.
+// Where the run measured both with and without an intervention, its changes are the differences,
+// or the differences with the other sign. Null for runs whose sequences are not the same.
+export function pairing() {
+  const [own, other] = [scope(), otherScope()];
+  const isPaired =
+    own.run_id === other.run_id && [own.intervention, other.intervention].includes("none");
+  const isForward = own.intervention === "none";
+  return isPaired ? { changed: isForward ? other : own, sign: isForward ? 1 : -1 } : null;
+}
+
+// What a statistic is compared with, and the differences: of the same sequences, or else as if the
+// sequences of the two were independent.
 export async function comparison(statistic) {
   if (!chosen.other) return null;
-  const [own, other] = [scope(), otherScope()];
+  const [other, pairs] = [otherScope(), pairing()];
   const about = await aboutHeads(other, statistic);
   const theirs = about?.values[statistic];
   const ours = state.numbers[statistic];
   if (!theirs || !ours) return null;
-  const isPaired =
-    own.run_id === other.run_id && [own.intervention, other.intervention].includes("none");
-  const isForward = own.intervention === "none";
-  const changes = isPaired
-    ? (await aboutHeads(isForward ? other : own, statistic, true))?.values[statistic]
-    : null;
+  const changes = pairs && (await aboutHeads(pairs.changed, statistic, true))?.values[statistic];
   const both = (column, combine) =>
     Array.from(ours[column], (one, i) =>
       isUndefined(one) || isUndefined(theirs[column][i]) ? null : combine(one, theirs[column][i]),
@@ -64,7 +68,7 @@ export async function comparison(statistic) {
   const difference = changes
     ? {
         ...changes,
-        mean: changes.mean.map((change) => (isUndefined(change) || isForward ? change : -change)),
+        mean: changes.mean.map((change) => (isUndefined(change) ? change : pairs.sign * change)),
       }
     : {
         mean: both("mean", (one, two) => two - one),
@@ -151,11 +155,11 @@ export function finding(name) {
     const times = Number((first.mean / baseline).toPrecision(2));
     words += `, ${number(times)} times the uniform baseline`;
   }
-  const [view, passes] = RANKINGS[name] ?? [];
+  const { view, threshold } = state.overview.rankings[name] ?? {};
   const isAbove = ({ mean, q }) =>
     isUndefined(baseline) || (mean > baseline && !isUndefined(q) && q <= MOST_Q);
   if (view) {
-    const passing = heads.filter((one) => passes(one.mean) && isAbove(one)).length;
+    const passing = heads.filter((one) => PASSES[view](one.mean, threshold) && isAbove(one)).length;
     words +=
       `. ${number(passing)} of ${number(heads.length)} heads pass the threshold of ${view}, ` +
       `q <= ${MOST_Q}`;

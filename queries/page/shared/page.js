@@ -13,14 +13,14 @@ import {
   showBackgrounds,
   showUnbrushed,
 } from "./panels/histograms.js";
-import { beginMenus, fillMenus } from "./panels/menus.js";
+import { beginMenus, fillHeader, fillMenus } from "./panels/menus.js";
 import { showMore } from "./panels/more.js";
 import { beginScatter, showScatter } from "./panels/scatter.js";
-import { beginSections, showMaps, showSections } from "./panels/sections.js";
+import { beginSections, showMaps, showSections, showTraining } from "./panels/sections.js";
 import { beginSequences, showAttention, showExtremes } from "./panels/sequences.js";
 import { beginSql } from "./panels/sql.js";
 import { isLive, isWaiting, takeToken } from "./source.js";
-import { by, chosen, scope, state, turns } from "./state.js";
+import { by, chosen, scope, sectionName, state, turns } from "./state.js";
 
 const LIVE_MILLISECONDS = 5_000;
 const FINISHED_MILLISECONDS = 30_000;
@@ -48,6 +48,7 @@ state.show = (changes) => {
 
 function showNewHead() {
   showChoice();
+  showTraining();
   showScatter(turns.all);
   showHead();
 }
@@ -66,6 +67,7 @@ async function showAll() {
   await showHead();
   if (chosen.brushes.size) await applyBrushes();
   await showScatter(turn);
+  await showDetails(turn);
   if (mayAskForAll()) {
     // From rows one statistic at a time, while the page waits for nothing else.
     for (const name of !isLive || state.run.has_rollups ? [null] : state.run.statistics) {
@@ -77,11 +79,18 @@ async function showAll() {
     }
     fillPercentiles();
     saySentence();
-    showMore();
+    await showMore(turn);
     await showMaps();
   }
   await showEffects(turn);
   if (turn === turns.all) await showSections(turn);
+}
+
+async function showDetails(turn) {
+  const answer = await tryToAsk({ kind: "details", scope: scope() });
+  if (!answer || turn !== turns.all) return;
+  state.details = { ...answer, of: sectionName(chosen) };
+  fillHeader();
 }
 
 async function showEverything() {

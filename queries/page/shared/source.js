@@ -36,109 +36,38 @@ export function takeToken(hash = "") {
 
 // An answer to a query. One that says no is an Error with one line.
 //
-// heatmap: `values`, the NUMBERS of each statistic by head. card: `rows`, those of a head by
-// statistic. histograms: `histograms`, edges and counts by statistic. curves, subsets, extremes:
-// `rows`. effects: `effects`, `parts`.
+// heatmap: `values`, the NUMBERS of each statistic by head, and of one head `rows` too. histograms:
+// `histograms`, ends and counts by statistic. effects: `effects`, `parts`. Others: `rows`.
 export async function answerTo(query, signal) {
-  if (report) return embedded[query.kind]?.(query) ?? {};
-  // The card of a head is the numbers of all heads, of which only one is asked for.
-  const isCard = query.kind === "card";
-  return inNames(query, await ask(isCard ? { ...query, kind: "heatmap" } : query, signal));
+  const found = report ? embedded(query) : await ask(query, signal);
+  return found && inNames(query, found);
 }
 
-// ---- From the report. Its lists are in the order of layers and heads.
-
-const sectionOf = ({ run_id, intervention }) =>
-  report.sections[`${run_id}/${intervention}`] ?? { values: {} };
-const placeOf = (section, { layer, head }) => layer * section.n_heads + head;
-
-// Every statistic of one head.
-function cardRows(values, at) {
-  return Object.entries(values).map(([statistic, { uniform_baseline, changes, ...numbers }]) => ({
-    statistic,
-    uniform_baseline,
-    ...Object.fromEntries(NUMBERS.map((name) => [name, numbers[name]?.[at] ?? null])),
-    change: changes?.mean[at] ?? null,
-    change_error: changes?.standard_error[at] ?? null,
-  }));
+// What a report answers about all heads, by the key of `key_of` in report.py.
+function embedded({ kind, scope, statistic, changes, lowest, head }) {
+  if (kind === "overview") return report.overview;
+  const words = [kind, scope.run_id, scope.intervention];
+  if (kind === "extremes" || kind === "texts") words.push(statistic);
+  if (changes || lowest) words.push("yes");
+  const whole = report.answers[words.join("/")];
+  if (!whole) return { rows: [], effects: [], parts: [] };
+  const [layers, heads] = whole.shape;
+  return { ...whole, cells: layers * heads, place: head && head.layer * heads + head.head };
 }
 
-function histogramOf(values, at) {
-  const bins = values?.bins?.[at];
-  if (!bins || bins.length < 3) return null;
-  const { edges } = values;
-  const [first, size, ...counts] = bins;
-  const last = Array.isArray(edges) ? edges.length - 1 : edges.bins;
-  const edge = (i) =>
-    Array.isArray(edges) ? edges[i] : edges.low + (i / edges.bins) * (edges.high - edges.low);
-  return {
-    edges: [...counts, 0].map((_, group) => edge(Math.min(last, first + size * group))),
-    counts,
-  };
+// The rows of a table that are about what is asked for.
+function rowsOf(columns, { head, heads = [head], statistic }) {
+  const wanted = { layer: heads[0]?.layer, head: heads[0]?.head, statistic };
+  const tests = Object.entries(wanted).filter(
+    ([name, value]) => value !== undefined && name in columns,
+  );
+  const names = Object.keys(columns);
+  const places = [...(columns[names[0]] ?? []).keys()];
+  return places
+    .filter((i) => tests.every(([name, value]) => columns[name][i] === value))
+    .map((i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])))
+    .map(({ text, ...row }) => (text === undefined ? row : { ...row, tokens: report.texts[text] }));
 }
-
-const embedded = {
-  overview: () => report.overview,
-  heatmap({ scope, changes }) {
-    const { values } = sectionOf(scope);
-    if (!changes) return { values };
-    return {
-      values: Object.fromEntries(
-        Object.entries(values)
-          .map(([name, one]) => [name, one.changes])
-          .filter(([, one]) => one),
-      ),
-    };
-  },
-  card({ scope, head }) {
-    const section = sectionOf(scope);
-    return { rows: cardRows(section.values, placeOf(section, head)) };
-  },
-  histograms({ scope, head, statistics }) {
-    const section = sectionOf(scope);
-    return {
-      histograms: Object.fromEntries(
-        statistics.map((name) => [name, histogramOf(section.values[name], placeOf(section, head))]),
-      ),
-    };
-  },
-  subsets({ scope, head, statistic }) {
-    const section = sectionOf(scope);
-    const at = placeOf(section, head);
-    const own = (means) =>
-      Object.fromEntries(Object.entries(means).map(([name, numbers]) => [name, numbers[at]]));
-    const rows = Object.entries(section.values[statistic]?.subsets ?? {}).map(
-      ([subset, means]) => ({ subset, ...own(means) }),
-    );
-    return {
-      rows: rows.filter((row) => row.mean !== null).sort((one, other) => other.mean - one.mean),
-    };
-  },
-  curves({ scope, head }) {
-    const section = sectionOf(scope);
-    const ofHead = (curve) => {
-      const start = placeOf(section, head) * curve.indices.length;
-      const own = (list) => list.slice(start, start + curve.indices.length);
-      return { ...curve, values: own(curve.values), standard_errors: own(curve.standard_errors) };
-    };
-    return {
-      rows: section.curves
-        .map(ofHead)
-        .filter((curve) => curve.values.some((value) => value !== null)),
-    };
-  },
-  effects: ({ scope }) => sectionOf(scope).effects ?? { effects: [], parts: [] },
-  extremes({ scope, head, statistic, lowest }) {
-    const { examples } = sectionOf(scope);
-    const rows =
-      examples?.[lowest ? "least" : "most"][statistic]?.[`L${head.layer}H${head.head}`] ?? [];
-    return {
-      rows: rows.map((row) => ({ ...row, tokens: examples.texts[row.text] })),
-      note: examples?.note,
-      has_examples: Boolean(examples),
-    };
-  },
-};
 
 // ---- From the server: a header and arrays of numbers.
 
@@ -157,28 +86,39 @@ function unpacked(body) {
   return header;
 }
 
-// Arrays of several statistics, by their names.
-function inNames(query, answer) {
-  const part = (array, names, i) =>
-    array.subarray((i * array.length) / names.length, ((i + 1) * array.length) / names.length);
-  if (query.kind === "heatmap" || query.kind === "card") {
-    const { statistics, uniform_baseline: baselines } = answer;
-    const numbers = (name, i) => ({
-      uniform_baseline: baselines[name] ?? null,
-      ...Object.fromEntries(
-        NUMBERS.map((number, j) => [number, part(answer.arrays[j], statistics, i)]),
-      ),
+// Arrays [statistic …] by the names of the statistics, of which a report has all heads.
+function inNames(query, { cells = 1, place, ...found }) {
+  const { statistics, arrays, table: columns } = found;
+  if (columns) found.rows = rowsOf(columns, query);
+  const part = (array, i) => {
+    const size = array.length / statistics.length;
+    const [first, length] =
+      place === undefined ? [0, size] : [place * (size / cells), size / cells];
+    return array.slice(i * size + first, i * size + first + length);
+  };
+  const named = (content) =>
+    Object.fromEntries(statistics.map((name, i) => [name, content(name, i)]));
+  if (query.kind === "heatmap" && statistics) {
+    found.values = named((name, i) => ({
+      uniform_baseline: found.uniform_baseline[name] ?? null,
+      ...Object.fromEntries(NUMBERS.map((number, j) => [number, part(arrays[j], i)])),
+    }));
+    const numbersOf = ({ uniform_baseline, ...own }) => ({
+      uniform_baseline,
+      ...Object.fromEntries(NUMBERS.map((number) => [number, own[number][0]])),
     });
-    answer.values = Object.fromEntries(statistics.map((name, i) => [name, numbers(name, i)]));
-    answer.rows = cardRows(answer.values, 0);
-  } else if (query.kind === "histograms") {
-    const own = (name, i) => [
-      name,
-      { edges: answer.axes[name], counts: part(answer.arrays[0], query.statistics, i) },
-    ];
-    answer.histograms = Object.fromEntries(query.statistics.map(own));
+    if (query.head)
+      found.rows = statistics.map((statistic) => ({
+        statistic,
+        ...numbersOf(found.values[statistic]),
+      }));
+  } else if (query.kind === "histograms" && statistics) {
+    found.histograms = named((name, i) => ({
+      edges: found.axes[name],
+      counts: part(arrays[0], i),
+    }));
   }
-  return answer;
+  return found;
 }
 
 // Tests and screen readers see whether the page waits.

@@ -21,6 +21,8 @@ export const state = {
   histograms: new Map(), // Those that are drawn, by statistic.
   cube: null, // The cube of one brush: its key, its promise, and the cube once it is there.
   card: [], // The rows of the chosen head.
+  details: {}, // How the chosen run was measured, and its predictions.
+  checkpoints: [], // Of the same training, those whose means are shown.
   effects: [], // What estimates changes of the loss, and how far it can be trusted.
   sql: { histograms: "", extremes: "" }, // What was asked last.
   // Counted up by each choice: what belongs to an older one is not drawn.
@@ -55,8 +57,18 @@ export const brushList = () =>
 export const facts = (name) =>
   state.overview.statistics.find((statistic) => statistic.name === name) ?? { name, meaning: "" };
 
-export const sectionName = ({ run_id, intervention }) =>
-  intervention === "none" ? run_id : `${run_id} · ${intervention}`;
+export const runOf = (one) => state.overview.runs.find(({ run_id }) => run_id === one.run_id);
+
+// The step of a checkpoint says more than the name of its run.
+export function sectionName({ run_id, intervention }) {
+  const { step } = runOf({ run_id }) ?? {};
+  const name = isUndefined(step) ? run_id : `step ${step} · ${run_id}`;
+  return intervention === "none" ? name : `${name} · ${intervention}`;
+}
+
+// A model's folder, without where it lies on a machine.
+export const modelName = (model) =>
+  model.startsWith("/") ? model.split("/").filter(Boolean).at(-1) : model;
 
 export const conditions = ({ run_id, intervention }) =>
   `run_id = ${literal(run_id)} AND intervention = ${literal(intervention)}`;

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from headcount.jobs.upkeep.compaction import compact
-from headcount.queries.answers import run_facts
+from headcount.queries.answers import page_runs, run_facts
 from headcount.queries.answers.axes import BINS, DRAWN_BINS, Axis, axis_of
-from headcount.queries.explore import opened
 from headcount.queries.explore.query_engine import Engine
 from headcount.queries.explore.sql_process import MOST_ROWS
 from headcount.schemas.errors import HeadcountError, QueryError
@@ -478,7 +477,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "curves", "head": {"layer": 0, "head": 3}}, "heads L0H0 to L1H2"),
     ({"kind": "curves", "head": {"layer": -1, "head": 0}}, "expected 0 or more, got -1"),
     ({"kind": "curves", "head": {"layer": "0; x", "head": 0}}, "valid integer"),
-    ({"kind": "curves"}, "head: Field required"),
+    ({"kind": "cube"}, "head: Field required"),
+    ({"kind": "texts", "sequences": [1, 2], "heads": [HEAD]}, "one for each of 2 sequences, got 1"),
     ({"kind": "drop", "table": "heads"}, "does not match any of the expected tags"),
     (SINKS | {"sql": "x"}, "Extra inputs"),
     (HISTOGRAMS | {"statistics": []}, "statistics: expected 1 or more items, got"),
@@ -530,7 +530,7 @@ def test_a_query_nobody_waits_for_is_interrupted(
 ) -> None:
     # Rows are compared with their commits before the first query that reads them.
     ask("histograms", **SINK_HISTOGRAM)
-    monkeypatch.setattr(opened, "where", lambda _: f" WHERE ({ENDLESS}) > 0")
+    monkeypatch.setattr(page_runs, "where", lambda _: f" WHERE ({ENDLESS}) > 0")
     ask.engine.runs._axes.clear()
     # No test before this one has asked for it.
     query = {"statistics": ["sink_mass"], "scope": {"subset": "ArXiv", "layers": [0, 1]}}

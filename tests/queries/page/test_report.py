@@ -7,28 +7,33 @@ import re
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from headcount.queries.answers.numbers import MEANS, Numbers
-from headcount.queries.answers.run_facts import RunFacts
-from headcount.queries.answers.section import Histograms, Section
+from headcount.queries.answers.axes import DRAWN_BINS
+from headcount.queries.answers.loss_effects import shown_runs
+from headcount.queries.answers.numbers import COUNTS, NUMBERS
+from headcount.queries.answers.page_queries import Answer, Heatmap, Histograms, Scope, Subsets
+from headcount.queries.answers.page_runs import PageRuns, _input_words
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import packed, unpacked
-from headcount.queries.report.report import _detail, _input_words, _values, write_report
+from headcount.queries.report.report import EmbeddedAnswers, detail_of, write_report
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.digests import digest_of
 from headcount.workers.run_model import RunModels
 from tests.pages.browser import Page, chromium, cut_tables, requested_urls
+from tests.queries.page.test_explore_queries import Asker
 from tests.toys.toy_runs import Cell, Row, data_file, local, one_line, write_run
 
 EVIL = "</script><b>Pile & co"
@@ -407,27 +412,37 @@ def test_it_asks_for_nothing_and_complains_about_nothing(page: Page, report: Pat
 # Without a browser
 
 
-def test_the_data_of_a_model_of_the_size_of_gpt2_is_small() -> None:
+def test_the_data_of_a_model_of_the_size_of_gpt2_is_small(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    shape = (12, 12)
-
-    def numbers() -> Numbers:
-        # All heads have the same sequences and documents.
-        counts = {"count": 100_000, "documents": 30_000, "undefined": 0}
-        return {
-            **{name: rng.random((1, *shape)) for name in (*MEANS, "percentile")},
-            **{name: np.full((1, *shape), count) for name, count in counts.items()},
-        }
-
-    # A head fills about a quarter of 256 bins.
-    places = np.clip(rng.normal(rng.random(shape), 0.06, (500, *shape)), 0, 0.999)
-    counts = np.stack([(places * 256 // 1 == place).sum(0) for place in range(256)])
-    histograms = {"s": Histograms(np.linspace(0, 1, 257).tolist(), True, counts)}
-    parts = {str(part): numbers() for part in range(22)}
-    facts = RunFacts("a-1", *shape, ("none",), ("s",))
-    section = Section(facts, "none", numbers(), {"s": 0.1}, histograms, parts)
+    heads, subsets = 12 * 12, 22
+    shape = {"layers": 12, "heads": 12, "sequences": 1, "per_shard": 1}
+    write_run(tmp_path, "a-1", {"sink_mass": lambda row: 0.0}, **shape)
+    answers = EmbeddedAnswers(PageRuns(open_runs(tmp_path)), None)
+    # All heads have the same sequences and documents.
+    numbers = [np.full(heads, 100_000) if name in COUNTS else rng.random(heads) for name in NUMBERS]
+    # A head fills about a quarter of the bins.
+    places = np.clip(rng.normal(rng.random((heads, 1)), 0.06, (heads, 500)), 0, 0.999)
+    counts = np.stack([(places * 64 // 1 == place).sum(1) for place in range(64)], axis=1)
+    columns = {
+        **{name: rng.random(heads * subsets).tolist() for name in ("mean", "standard_error")},
+        "layer": [head // 12 for head in range(heads) for _ in range(subsets)],
+        "head": [head % 12 for head in range(heads) for _ in range(subsets)],
+        "subset": [f"Part {part}" for _ in range(heads) for part in range(subsets)],
+        "documents": [30_000] * heads * subsets,
+    }
+    scope = Scope(run_id="a-1")
+    answers.add(Heatmap(kind="heatmap", scope=scope), Answer({}, tuple(numbers)))
+    histograms = Histograms(kind="histograms", scope=scope, statistics=("sink_mass",))
+    answers.add(histograms, Answer({}, (counts,)))
+    answers.add(Subsets(kind="subsets", scope=scope), Answer({"table": columns}))
     # 24 statistics of GPT-2 small over 22 subsets of the Pile, beside a page of 60 KB.
-    assert len(packed({"one": _values(section, 0)})) * 24 < 1_400_000
+    assert len(packed(answers.by_key)) * 24 < 1_400_000
+
+
+def test_checkpoints_stand_in_the_order_of_training() -> None:
+    steps = enumerate([1000, 0, 200])
+    rows = [{"run_id": f"ck-{i}", "name": "ck", "step": at, "calibrates": None} for i, at in steps]
+    assert [row["step"] for row in shown_runs(rows)] == [0, 200, 1000]
 
 
 def test_places_of_the_input_are_names() -> None:
@@ -437,9 +452,9 @@ def test_places_of_the_input_are_names() -> None:
 
 
 def test_many_runs_leave_out_what_one_file_cannot_hold() -> None:
-    lists = {"statistics": ["s"] * 24, "interventions": ["none"]}
+    lists = {"statistics": ["s"] * 24}
     small, large = ({"n_layers": n, "n_heads": m, **lists} for n, m in ((12, 12), (48, 25)))
-    of_one, of_large, of_many = _detail([small]), _detail([large]), _detail([large] * 8)
+    of_one, of_large, of_many = detail_of([small]), detail_of([large]), detail_of([large] * 8)
     assert [one.distributions for one in (of_one, of_large, of_many)] == [True, True, False]
     assert of_one.heads_with_examples == 150
     assert of_many.heads_with_examples < 20
@@ -513,7 +528,11 @@ def test_the_report_of_a_text_has_examples_engines_and_predictions(
     write_report(open_runs(path), tmp_path / "report.html", RunModels(str(path)))
     data = unpacked_page(tmp_path / "report.html")
     (run,) = data["overview"]["runs"]
-    assert run["engines"] == {
+    of_run = f"details/{run['run_id']}"
+    engines = {
+        name: data["answers"][f"{of_run}/{name}"]["engines"] for name in run["interventions"]
+    }
+    assert engines == {
         "none": "fused",
         "zero_head(1,6)": "fused",
         "head_to_first(1,0)": "fused, with built patterns in layers 1",
@@ -573,8 +592,34 @@ def test_a_query_that_fails_is_an_error_and_no_empty_place(tmp_path: Path, table
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_report_has_the_answers_of_the_explorer_for_every_head(runs: Path, report: Path) -> None:
+    answers = unpacked_page(report)["answers"]
+    with closing(Asker(runs)) as ask:
+        ask.run_id = "a-1"
+        means = np.array(answers["heatmap/a-1/none"]["arrays"][0], float)
+        histograms = answers["histograms/a-1/none"]
+        names = histograms["statistics"]
+        counts = np.reshape(histograms["arrays"][0], (len(names), len(LABELS), DRAWN_BINS))
+        subsets = pa.table(answers["subsets/a-1/none"]["table"]).to_pylist()
+        for place, (layer, index) in enumerate(np.ndindex(LAYERS, HEADS)):
+            head = {"layer": layer, "head": index}
+            (mean, *_) = ask("heatmap", head=head)["arrays"]
+            found = means.reshape(len(names), -1)[:, place]
+            assert found == pytest.approx(mean.ravel(), rel=1e-5, nan_ok=True)
+            own = ask("histograms", head=head, statistics=names[:12])
+            assert own["axes"] == {name: histograms["axes"][name] for name in names[:12]}
+            assert (counts[:12, place] == own["arrays"][0]).all()
+            about = head | {"statistic": "sink_mass"}
+            rows = [row for row in subsets if row.items() >= about.items()]
+            own_rows = ask("subsets", head=head, statistic="sink_mass")["rows"]
+            assert [row["subset"] for row in rows] == [row["subset"] for row in own_rows]
+            assert [row["mean"] for row in rows] == pytest.approx(
+                [row["mean"] for row in own_rows], rel=1e-5
+            )
+
+
 @pytest.mark.long
 def test_a_report_leaves_out_what_was_not_measured(report: Path) -> None:
-    for section in unpacked_page(report)["sections"].values():
-        assert {*section["values"]} <= {*cells()}
-        assert section["curves"] == []
+    for key, answer in unpacked_page(report)["answers"].items():
+        assert {*answer.get("statistics", [])} <= {*cells()}
+        assert not (key.startswith("curves/") and answer["table"])

@@ -9,8 +9,8 @@ import {
   statisticsTable,
   subsetBars,
 } from "../card.js";
-import { html } from "../draw.js";
-import { percentile, ranked, whereHead } from "../numbers.js";
+import { html, isUndefined } from "../draw.js";
+import { pairing, percentile, ranked, whereHead } from "../numbers.js";
 import {
   SUMMARY,
   by,
@@ -27,6 +27,9 @@ import { showHeadEffects } from "./effects.js";
 import { showHistograms, showUnderBrushes } from "./histograms.js";
 import { showAttention, showExtremes } from "./sequences.js";
 import { offer } from "./sql.js";
+
+const MOST_WIDTH = 620; // Of a figure.
+const CURVES_GAP = 20; // Between two figures beside each other, as page.css has it.
 
 // What a choice of a head changes at once, where it is already drawn.
 export function showChoice() {
@@ -48,10 +51,23 @@ export async function showHead() {
   await underBrushes;
 }
 
+// The rows of the same head elsewhere, with the differences that are known of the same sequences.
+async function comparedRows() {
+  if (!chosen.other) return undefined;
+  const ask = (where) => tryToAsk({ kind: "heatmap", head: head(), ...where });
+  const other = await ask({ scope: otherScope() });
+  const pairs = pairing();
+  const changes = pairs && (await ask({ scope: pairs.changed, changes: true }));
+  return other?.rows.map((row) => {
+    const change = changes?.rows.find((one) => one.statistic === row.statistic);
+    if (isUndefined(change?.mean)) return row;
+    return { ...row, change: pairs.sign * change.mean, change_error: change.standard_error };
+  });
+}
+
 async function showCard(turn) {
-  const own = await tryToAsk({ kind: "card", scope: scope(), head: head() });
-  const other =
-    chosen.other && (await tryToAsk({ kind: "card", scope: otherScope(), head: head() }));
+  const own = await tryToAsk({ kind: "heatmap", scope: scope(), head: head() });
+  const compared = await comparedRows();
   if (!own || turn !== turns.head) return;
   state.card = own.rows;
   for (const [name, figure] of state.histograms)
@@ -65,7 +81,7 @@ async function showCard(turn) {
     onStatistic: (name) => choose({ statistic: name }),
     percentile,
     titles,
-    compared: other?.rows,
+    compared,
   };
   const scrolled = by("card-rows").scrollTop;
   by("card-rows").replaceChildren(statisticsTable(state.card, options));
@@ -102,7 +118,12 @@ async function showSubsets(turn) {
     "documents. The number of sequences is in brackets.";
   const columns = ["subset", ...SUMMARY];
   by("subsets").replaceChildren(
-    subsetBars(answer.rows, statistic, state.numbers[statistic]?.uniform_baseline),
+    subsetBars(
+      answer.rows,
+      statistic,
+      state.numbers[statistic]?.uniform_baseline,
+      Math.min(by("subsets").clientWidth, MOST_WIDTH),
+    ),
     behind({
       plot: by("subsets"),
       askSql: offer,
@@ -120,8 +141,11 @@ async function showSubsets(turn) {
 async function showCurves(turn) {
   const answer = await tryToAsk({ kind: "curves", scope: scope(), head: head() });
   if (!answer || turn !== turns.head) return;
+  const room = by("curves").clientWidth;
+  const isWide = answer.rows.length > 1 && room > MOST_WIDTH;
+  const width = isWide ? (room - CURVES_GAP) / 2 : Math.min(room, MOST_WIDTH);
   const figures = answer.rows.map((curve) =>
-    html("div", {}, ...curveFigure(curve, label(chosen.head), whereHead(), offer)),
+    html("div", {}, ...curveFigure(curve, label(chosen.head), whereHead(), offer, width)),
   );
   by("curves").replaceChildren(
     ...(figures.length ? figures : [html("p", { class: "note" }, "This head has no profiles.")]),

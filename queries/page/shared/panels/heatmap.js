@@ -63,7 +63,7 @@ export async function showHeatmap(turn) {
   };
   const { meaning, unit, formula, source } = facts(statistic);
   by("meaning").replaceChildren(
-    [meaning, unit && `Unit: ${unit}.`].filter(Boolean).join(" "),
+    meaning,
     ...(formula ? [html("br"), html("code", {}, formula)] : []),
     ...(source ? [html("br"), `Source: ${source}`] : []),
   );
@@ -72,8 +72,8 @@ export async function showHeatmap(turn) {
   const room = by("heatmap").clientWidth;
   const options = {
     ...looks,
-    width: state.compared && room > 620 ? (room - 50) / 3 : Math.min(room, 560),
-    cell: 48,
+    width: state.compared && room > 620 ? (room - 50) / 3 : Math.min(room, 720),
+    cell: 72,
     onHover: (row, col) => {
       by("readout").textContent = row === undefined ? "" : says([row, col]);
     },

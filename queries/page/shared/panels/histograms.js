@@ -58,7 +58,7 @@ export async function showHistograms(turn) {
     `Drag over a histogram, or move its two handles with the arrow keys. ${sampled(answer.every)}`;
   for (const [name, figure] of state.histograms) {
     const own = answer.histograms[name];
-    figure.hidden = !own?.counts.length;
+    figure.hidden = !own?.counts.some((count) => count > 0);
     if (figure.hidden) continue;
     figure.setAxis(own.edges);
     figure.drawBefore(own.counts);

@@ -1,7 +1,7 @@
 // The header: what can be chosen, and what is said of the chosen run.
 import { MOST_HISTOGRAMS } from "../address.js";
 import { copy } from "../behind.js";
-import { html, number } from "../draw.js";
+import { html, isUndefined, number } from "../draw.js";
 import { isLive } from "../source.js";
 import {
   by,
@@ -9,6 +9,7 @@ import {
   chosen,
   facts,
   label,
+  modelName,
   sectionName,
   sectionNamed,
   sections,
@@ -37,7 +38,12 @@ export function fillMenus() {
   fill(by("family"), [["", "all"], ...families.map((name) => [name])], by("family").value);
   const family = by("family").value;
   const runs = state.overview.runs.filter((one) => !family || one.input_family === family);
-  const first = runs.find((one) => one.sequences_done) ?? runs[0];
+  const measured = runs.filter((one) => one.sequences_done);
+  const [leading = runs[0]] = measured;
+  // Of checkpoints the last one: the first is a model that knows nothing.
+  const first = isUndefined(leading.step)
+    ? leading
+    : measured.findLast((one) => one.name === leading.name);
   chosen.run_id = available(
     "run",
     chosen.run_id,
@@ -47,7 +53,10 @@ export function fillMenus() {
   state.run = state.overview.runs.find((one) => one.run_id === chosen.run_id);
   fill(
     by("run"),
-    runs.map((one) => [one.run_id, `${one.run_id} · ${one.model} · ${one.input_family}`]),
+    runs.map((one) => [
+      one.run_id,
+      `${one.run_id} · ${modelName(one.model)} · ${one.input_family}`,
+    ]),
     state.run.run_id,
   );
   chosen.intervention = available(
@@ -149,8 +158,9 @@ function fillStatistics() {
   );
 }
 
-function fillHeader() {
-  by("title").textContent = `What the attention heads of ${state.run.model} do`;
+export function fillHeader() {
+  const { engines, damaged = [] } = state.details.of === sectionName(chosen) ? state.details : {};
+  by("title").textContent = `What the attention heads of ${modelName(state.run.model)} do`;
   const share = Math.floor((100 * state.run.sequences_done) / state.run.sequences);
   const words = state.run.complete
     ? [`${number(state.run.sequences_done)} sequences of ${number(state.run.n_ctx)} tokens`]
@@ -169,8 +179,7 @@ function fillHeader() {
     "layers × heads": `${state.run.n_layers} × ${state.run.n_heads}${measured}`,
     input: `${state.run.input_family}${state.run.options ? ` (${state.run.options})` : ""}`,
     weights: state.run.weight_processing,
-    engine:
-      state.run.engines && `${state.run.engines[chosen.intervention]}, ${state.run.precision}`,
+    engine: `${engines || state.run.engine}, ${state.run.precision}`,
     shards: `${number(state.run.shards_done)} of ${number(state.run.shards)}`,
     started:
       state.run.created &&
@@ -182,16 +191,14 @@ function fillHeader() {
   by("facts").replaceChildren(
     ...shown.flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]),
   );
-  const damaged = state.run.damaged?.length
-    ? ` Damaged and left out: shard ${state.run.damaged.join(", ")}.`
-    : "";
+  const leftOut = damaged.length ? ` Damaged and left out: shard ${damaged.join(", ")}.` : "";
   const done =
     `${number(state.run.shards_done)} of ${number(state.run.shards)} shards ` +
     `are done, which are ${number(state.run.sequences_done)} of ` +
     `${number(state.run.sequences)} sequences`;
   const warnings = [
     ...state.overview.damage,
-    ...(isLive || state.run.complete ? [] : [`Incomplete: ${done}.${damaged}`]),
+    ...(isLive || state.run.complete ? [] : [`Incomplete: ${done}.${leftOut}`]),
   ];
   if (state.overview.is_short)
     warnings.push(

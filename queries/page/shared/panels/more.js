@@ -1,4 +1,5 @@
 // What else a run has: lines by layer, predictions, subsets, and what all heads share.
+import { tryToAsk } from "../asking.js";
 import { behind, literal } from "../behind.js";
 import { plusMinus, table, tableRow } from "../card.js";
 import { heatmap, html, isUndefined, lines, number, scatter } from "../draw.js";
@@ -15,9 +16,22 @@ import {
   facts,
   labelAt,
   matrix,
+  place,
+  scope,
   state,
+  turns,
 } from "../state.js";
 import { offer } from "./sql.js";
+
+const CARD = 330; // The least width of a card, as page.css has it.
+const [GAP, PADDING] = [14, 34];
+
+// How wide figures are: those of a grid as wide as its cards, so that letters keep their size.
+function roomOfCard() {
+  const room = by("more").clientWidth;
+  const columns = Math.max(1, Math.floor((room + GAP) / (CARD + GAP)));
+  return (room - GAP * (columns - 1)) / columns - PADDING;
+}
 
 function linesCard(title, meaning, unit, series, query, log = false) {
   const layers = [...Array(state.run.n_layers).keys()];
@@ -28,7 +42,7 @@ function linesCard(title, meaning, unit, series, query, log = false) {
     yName: unit ?? "",
     log,
     title,
-    width: 480,
+    width: roomOfCard(),
     height: 220,
   });
   const plot = html("div", { class: "plot" }, figure);
@@ -50,33 +64,40 @@ function linesCard(title, meaning, unit, series, query, log = false) {
   );
 }
 
-function subsetsCard() {
-  const subsets = Object.entries(state.numbers[chosen.statistic]?.subsets ?? {});
-  if (!subsets.length) return [];
+function subsetsCard(rows) {
+  const names = [...new Set(rows.map(({ subset }) => subset))].filter(Boolean).sort();
+  if (!names.length) return [];
+  const means = new Map(
+    names.map((name) => [name, allHeads().map(() => ({ mean: null, count: 0 }))]),
+  );
+  for (const row of rows) if (row.subset) means.get(row.subset)[place([row.layer, row.head])] = row;
   const spread = (i) => {
-    const means = defined(subsets.map(([, { mean }]) => mean[i]));
-    return means.length > 1 ? Math.max(...means) - Math.min(...means) : -1;
+    const ofHead = defined(names.map((name) => means.get(name)[i].mean));
+    return ofHead.length > 1 ? Math.max(...ofHead) - Math.min(...ofHead) : -1;
   };
   const heads = allHeads()
     .filter((i) => spread(i) >= 0)
     .sort((one, other) => spread(other) - spread(one))
     .slice(0, 14);
-  const values = subsets.map(([, { mean }]) => heads.map((i) => mean[i]));
+  const values = names.map((name) => heads.map((i) => means.get(name)[i].mean));
+  const counts = names.map((name) => Math.max(...means.get(name).map(({ count }) => count)));
   const figure = heatmap({
-    rows: subsets.map(([name, { count }]) => `${name} (${Math.max(...count)})`),
+    rows: names.map((name, i) => `${name} (${counts[i]})`),
     cols: heads.map(labelAt),
     rowName: "",
     colName: "head",
-    width: 640,
+    width: roomOfCard(),
     values,
     ...rangeOf(chosen.statistic, values.flat()),
     title: `${chosen.statistic} by subset`,
-    cellName: (row, col) => `${subsets[row][0]}, ${labelAt(heads[col])}`,
+    cellName: (row, col) => `${names[row]}, ${labelAt(heads[col])}`,
     onChoose: (_, col) => choose({ head: cellAt(heads[col]) }),
   });
-  const rows = () =>
-    subsets.flatMap(([subset, means]) =>
-      allHeads().map((i) => [labelAt(i), subset, ...SUMMARY.map((column) => means[column][i])]),
+  const tableRows = () =>
+    names.flatMap((subset) =>
+      means
+        .get(subset)
+        .map((row, i) => [labelAt(i), subset, ...SUMMARY.map((column) => row[column])]),
     );
   const query =
     `SELECT label, pile_set_name, ${SUMMARY.join(", ")}\nFROM ` +
@@ -97,7 +118,8 @@ function subsetsCard() {
       behind({
         plot,
         sql: query,
-        rows,
+        askSql: offer,
+        rows: tableRows,
         name: `${chosen.statistic}-subsets`,
         columns: ["head", "pile_set_name", ...SUMMARY],
       }),
@@ -105,9 +127,8 @@ function subsetsCard() {
   ];
 }
 
-function predictionsCard() {
-  const predictions = state.run.predictions?.[chosen.intervention];
-  if (!predictions) return [];
+function predictionsCard({ rows: predictions = [] }) {
+  if (!predictions.length) return [];
   const hasChange = predictions.some((row) => row.change !== null);
   const names = [
     "prediction",
@@ -139,17 +160,16 @@ function predictionsCard() {
   ];
 }
 
-function dormantCards() {
-  return (state.overview.dormant ?? []).map((block) => {
-    const points = block.points.map((point) => ({ ...point, colour: null }));
+function dormantCards({ rows, least_induction: induction, least_sink: sink }) {
+  return rows.map((block) => {
     const figure = scatter({
-      points,
+      points: block.points.map((point) => ({ ...point, colour: null })),
       xName: "induction score where the input repeats",
       yName: "sink mass where nothing repeats",
       xRange: [0, 1.04],
       yRange: [0, 1.04],
       title: "Copying against resting",
-      width: 440,
+      width: roomOfCard(),
     });
     const plot = html("div", { class: "plot" }, figure);
     const runs = [block.repeated_run, block.unrepeated_run, block.text_run]
@@ -157,10 +177,10 @@ function dormantCards() {
       .join(", ");
     const note =
       `${number(block.passing)} heads pass both thresholds (induction score ` +
-      `0.4, sink mass 0.3), from ${runs}. To the right are ` +
+      `${induction}, sink mass ${sink}), from ${runs}. To the right are ` +
       "heads that copy where something repeats, at the top heads that rest on " +
       "the first token where nothing does.";
-    const rows = () => block.points.map((point) => [point.name, point.x, point.y]);
+    const points = () => block.points.map((point) => [point.name, point.x, point.y]);
     return html(
       "section",
       { class: "card", "data-dormant": "" },
@@ -175,15 +195,22 @@ function dormantCards() {
       behind({
         plot,
         sql: "FROM dormant_induction_heads",
+        askSql: offer,
         name: "dormant",
         columns: ["head", "induction_repeated", "sink_unrepeated"],
-        rows,
+        rows: points,
       }),
     );
   });
 }
 
-export function showMore() {
+export async function showMore(turn) {
+  const { statistic } = chosen;
+  const subsets = state.run.subsets.length
+    ? await tryToAsk({ kind: "subsets", scope: scope(), statistic })
+    : { rows: [] };
+  const dormant = await tryToAsk({ kind: "dormant", scope: scope() });
+  if (turn !== turns.all) return;
   const ofKind = (kind) => Object.entries(state.numbers).filter(([, one]) => kindOf(one) === kind);
   const byLayer = (name) =>
     state.numbers[name] &&
@@ -246,21 +273,23 @@ export function showMore() {
       ),
     );
   }
-  const shared = ofKind("model").flatMap(([name, { mean }]) => {
+  const shared = ofKind("model").map(([name, { mean }]) => {
     const [value] = defined(mean);
-    return [
+    return html(
+      "div",
+      {},
       html("dt", { title: facts(name).meaning }, name),
       html("dd", {}, value === undefined ? "undefined here" : number(value)),
-    ];
+    );
   });
   by("more").replaceChildren(
     html(
       "div",
       { class: "grid" },
-      ...predictionsCard(),
-      ...subsetsCard(),
+      ...predictionsCard(state.details),
+      ...subsetsCard(subsets?.rows ?? []),
       ...charts,
-      ...dormantCards(),
+      ...(dormant ? dormantCards(dormant) : []),
     ),
     ...(shared.length
       ? [

@@ -2,14 +2,19 @@
 import { aboutHeads, mayAskForAll } from "../asking.js";
 import { behind, literal, summaries } from "../behind.js";
 import { button } from "../card.js";
-import { breakable, html, number } from "../draw.js";
+import { breakable, html, isUndefined, lines, number } from "../draw.js";
 import { comparison, differenceLooks, groups, kindOf, rangeOf, ranked } from "../numbers.js";
 import {
   by,
   choose,
   chosen,
+  defined,
   facts,
+  label,
   labelAt,
+  modelName,
+  place,
+  runOf,
   scope,
   sectionName,
   sections,
@@ -24,7 +29,6 @@ const MOST_SECTIONS = 24;
 
 export async function showSections(turn) {
   const statistic = chosen.statistic;
-  const runOf = (one) => state.overview.runs.find(({ run_id }) => run_id === one.run_id);
   const measured = sections().filter((one) => runOf(one).statistics.includes(statistic));
   const shown = measured.slice(0, MOST_SECTIONS);
   by("sections-card").hidden = shown.length < 2 || !mayAskForAll();
@@ -47,7 +51,7 @@ export async function showSections(turn) {
     const show = () => choose({ run_id: one.run_id, intervention: one.intervention, other: null });
     const isChosen = one.run_id === chosen.run_id && one.intervention === chosen.intervention;
     const name = button(breakable(sectionName(one)), show, {
-      title: runOf(one).model,
+      title: modelName(runOf(one).model),
       "aria-pressed": String(isChosen),
     });
     const options = {
@@ -68,6 +72,37 @@ export async function showSections(turn) {
     );
   };
   by("sections").replaceChildren(...shown.map(small).filter(Boolean));
+  state.checkpoints = shown
+    .map((one, i) => ({ ...one, step: runOf(one).step, name: runOf(one).name, means: means[i] }))
+    .filter(
+      ({ step, name, intervention }) =>
+        !isUndefined(step) && name === state.run.name && intervention === chosen.intervention,
+    );
+  showTraining();
+}
+
+// The chosen statistic over the steps of a training.
+export function showTraining() {
+  const { checkpoints } = state;
+  by("training").hidden = checkpoints.length < 2;
+  if (by("training").hidden || !chosen.head) return;
+  const meanOf = (list) => list.reduce((sum, one) => sum + one, 0) / list.length;
+  const [own, all] = [
+    checkpoints.map(({ means }) => means?.[place(chosen.head)]),
+    checkpoints.map(({ means }) => meanOf(defined(means ?? []))),
+  ];
+  const figure = lines({
+    x: checkpoints.map(({ step }) => step),
+    series: [
+      { name: label(chosen.head), y: own },
+      { name: "mean of all heads", y: all },
+    ],
+    xName: "step",
+    yName: facts(chosen.statistic).unit ?? "",
+    title: `${chosen.statistic} over the steps of training`,
+    width: Math.min(by("sections-card").clientWidth - 34, 760),
+  });
+  by("training").replaceChildren(figure);
 }
 
 export async function showMaps() {
@@ -136,7 +171,7 @@ export function beginSections() {
   by("sections-card").append(
     behind({
       askSql: offer,
-      plot: by("sections"),
+      plot: by("sections-plots"),
       name: () => `${chosen.statistic}-runs`,
       sql: () => summaries(columns, `statistic = ${literal(chosen.statistic)}`),
     }),

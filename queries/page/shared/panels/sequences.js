@@ -8,7 +8,7 @@ import { isLive } from "../source.js";
 import { brushList, by, choose, chosen, head, label, scope, state, turns } from "../state.js";
 import { offer } from "./sql.js";
 
-const SNIPPET_TOKENS = 48;
+const EXCERPT_TOKENS = 44;
 const NOT_KEPT =
   "A report keeps sequences of the leading heads of each statistic; headcount explore finds " +
   "those of every head.";
@@ -38,23 +38,24 @@ JOIN sequences USING (run_id, intervention, sequence)
 WHERE heads.${whereHead()}
 ORDER BY "${statistic}" ${lowest ? "" : "DESC"}
 LIMIT 3`;
-  by("extremes-card").hidden = !isLive && !answer.has_examples;
+  by("extremes-card").hidden = !isLive && !state.run.rows;
   by("extremes-name").textContent =
     `Where ${label(chosen.head)} has the ${lowest ? "lowest" : "highest"} ` +
     `${statistic}${chosen.brushes.size ? ", within the brushes" : ""}`;
-  by("text-note").textContent = [markedText(answer.rows), answer.note].filter(Boolean).join(" ");
   const onSequence = isLive && ((sequence) => choose({ sequence }));
   const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], onSequence });
   by("extremes").replaceChildren(
     answer.rows.length ? list : html("p", { class: "note" }, isLive ? "No sequence." : NOT_KEPT),
   );
-  if (!isLive || !answer.rows.length) return;
+  by("text-note").textContent = "";
+  if (!answer.rows.length) return;
   const texts = await tryToAsk({
     kind: "texts",
     scope: scope(),
     sequences: answer.rows.map((row) => row.sequence),
+    heads: answer.rows.map(head),
     statistic,
-    first: SNIPPET_TOKENS,
+    first: EXCERPT_TOKENS,
   });
   if (!texts || turn !== turns.extremes) return;
   by("text-note").textContent = [markedText(texts.rows), texts.note].filter(Boolean).join(" ");

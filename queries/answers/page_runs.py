@@ -1,30 +1,42 @@
 """The runs as they are committed now: what the page lists of them, and what queries need."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import duckdb
+import pyarrow as pa
+from pydantic import Field
 
 from headcount.queries.answers import run_facts
 from headcount.queries.answers.axes import Axis, axis_of
+from headcount.queries.answers.examples import Extremes, Texts
 from headcount.queries.answers.loss_effects import effects_among, shown_runs
 from headcount.queries.answers.page_queries import (
+    Answer,
+    Cube,
+    Curves,
+    Effects,
     Header,
     Heatmap,
     Histograms,
     Query,
     Scope,
+    Statement,
+    Subsets,
     sample_condition,
     where,
 )
+from headcount.queries.answers.run_details import DORMANT, Details, Dormant, rankings
 from headcount.queries.answers.run_facts import (
     STATISTIC_FACTS,
     RunFacts,
     facts_of_runs,
     first_statistics,
 )
-from headcount.queries.ask.asking import RunDatabase
+from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.run import ReadRun, read_runs
 from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown
@@ -36,17 +48,27 @@ TAIL = 0.0005  # share of the values that lie beyond each end of an axis
 
 Ends: TypeAlias = tuple[float | None, float | None]  # of an axis: low, high; None without values
 
+PageQuery: TypeAlias = Annotated[
+    Heatmap | Histograms | Cube | Subsets | Curves | Effects | Extremes | Texts | Details | Dormant,
+    Field(discriminator="kind"),
+]
+"""What a page asks of a run. Its answer is the same for a report, the explorer and a card."""
+
 
 class PageRuns:
-    """Runs opened once. They do not change; a newer state of them is opened anew."""
+    """Runs opened once. They do not change; a newer state of them is opened anew.
 
-    def __init__(self, database: RunDatabase, revision: int) -> None:
+    `is_whole`: of a large run too, every row counts. Only histograms may read its sample.
+    """
+
+    def __init__(self, database: RunDatabase, revision: int = 0, *, is_whole: bool = False) -> None:
         self.database = database
+        self.is_whole = is_whole
         self.revision = revision  # differs between two states, also after a restart
         self._runs = database.runs
         self._records = database.records("FROM runs ORDER BY run_id")
         self._shown = shown_runs(self._records)
-        self._statistics = database.records(
+        self.statistics = database.records(
             f"SELECT {STATISTIC_FACTS} FROM statistics ORDER BY name"
         )
         self._subsets: dict[str, list[str]] = {}  # of the Pile, that each run has sequences of
@@ -56,7 +78,12 @@ class PageRuns:
         )
         for run_id, subset in subsets:
             self._subsets.setdefault(run_id, []).append(subset)
-        self._facts = facts_of_runs(database, self._records)
+        self._facts = facts_of_runs(database, self._records, is_whole=is_whole)
+        families = {record["input_family"] for record in self._records}
+        if {"repeated_random", "uniform_random"} <= families:
+            has_dormant = DORMANT not in database.unmeasured_views(DORMANT)
+            for run_id, facts in self._facts.items():
+                self._facts[run_id] = replace(facts, has_dormant=has_dormant)
         self._samples: dict[tuple[str, str], str] = {}  # tables, by run and intervention
         self._lock = Lock()  # held while a sample is read: two queries must not read the same one
         if any(facts.has_rollups for facts in self._facts.values()):
@@ -101,9 +128,13 @@ class PageRuns:
         self.verify(rows)
         if self.database.runs is self._runs:
             return self
-        runs = PageRuns(self.database, self.revision)
+        runs = PageRuns(self.database, self.revision, is_whole=self.is_whole)
         runs.verify(rows)
         return runs
+
+    def subsets(self, run_id: str) -> list[str]:
+        """The subsets of the Pile that a run has sequences of."""
+        return self._subsets.get(run_id, [])
 
     def facts(self, run_id: str) -> RunFacts:
         """What queries need to know of a run, without axes."""
@@ -111,10 +142,29 @@ class PageRuns:
             raise QueryError(unknown("run", run_id, self._facts))
         return self._facts[run_id]
 
+    def answer(self, query: Query, cursor: duckdb.DuckDBPyConnection | None = None) -> Answer:
+        """The answer to a query, with the axes it uses, its SQL, and whether it is of a sample.
+
+        A cursor can be interrupted. Without one, files that are merged meanwhile are read again.
+        """
+        facts = self.facts_for(query, cursor or self.database.connection)
+        read = _reader(cursor) if cursor else lambda one: self.database.table(one.sql)
+        answer = query.answer(facts, [read(one) for one in query.statements(facts)])
+        # The user reads the same rows from the files: a table in memory is not theirs.
+        statements = query.statements(replace(facts, sample=None))
+        header = {
+            "axes": {name: [axis.low, axis.high] for name, axis in facts.axes.items()},
+            "sql": [one.sql for one in statements if not one.temporary_tables],
+            "every": facts.every,
+        }
+        return replace(answer, header=header | answer.header)
+
     def facts_for(self, query: Query, cursor: duckdb.DuckDBPyConnection) -> RunFacts:
         """What a query needs to know of its run, with its axes and its sample."""
         facts = self.facts(query.scope.run_id)
         query.check(facts)
+        if self.is_whole and not query.reads_sample:
+            facts = replace(facts, every=1)
         if query.reads_sample and facts.is_sampled:
             facts = self._with_sample(facts, query.scope.intervention, cursor)
         return self._with_axes(facts, query.binned_statistics, cursor)
@@ -150,7 +200,7 @@ class PageRuns:
             ends = self._ends(facts, missing, cursor)
             ranges = {
                 row["name"]: (_finite(row["range_low"]), _finite(row["range_high"]))
-                for row in self._statistics
+                for row in self.statistics
             }
             # Two threads may both find an axis: it is the same one.
             for name in missing:
@@ -179,7 +229,11 @@ class PageRuns:
             runs.append(
                 {
                     **{name: record[name] for name in _SHOWN_OF_RUN},
-                    "subsets": self._subsets.get(facts.run_id, []),
+                    "options": _input_words(record),
+                    # A manifest may not say the sizes of its model.
+                    "n_layers": facts.layers,
+                    "n_heads": facts.heads,
+                    "subsets": self.subsets(facts.run_id),
                     "first_statistics": first_statistics(facts.statistics),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
@@ -189,8 +243,9 @@ class PageRuns:
             )
         return {
             "runs": runs,
-            "statistics": self._statistics,
+            "statistics": self.statistics,
             "damage": self.database.damage(),
+            "rankings": rankings(),
         }
 
     def _ends(
@@ -219,12 +274,43 @@ class PageRuns:
         return dict(zip(statistics, zip(values[::2], values[1::2], strict=True), strict=True))
 
 
+def _reader(cursor: duckdb.DuckDBPyConnection) -> Callable[[Statement], pa.Table]:
+    """What reads the table of a statement with a cursor."""
+
+    def read(statement: Statement) -> pa.Table:
+        # Of this cursor alone: two queries may call a table by the same name.
+        for name, sql in statement.temporary_tables.items():
+            cursor.execute(f"CREATE TEMP TABLE {name} AS {sql}")
+        return cursor.sql(statement.sql).to_arrow_table()
+
+    return read
+
+
+def _input_words(run: Record) -> str:
+    options: Record = json.loads(run["input_options"])
+    words = [
+        f"{name} {_option_words(value)}" for name, value in options.items() if value is not None
+    ]
+    if run["documents"] is not None:
+        words.append(run["documents"])
+    return ", ".join(words)
+
+
+def _option_words(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_option_words, value))
+    text = str(value)
+    # A report is sent to others, whom the folders of this machine do not concern.
+    is_place = text.startswith("/") or "://" in text
+    return text.rpartition("/")[2] if is_place else text
+
+
 _ROLLED_UP_VIEWS = ("head_summaries", "subset_summaries")  # views over roll-ups
 
 _SHOWN_OF_RUN = (
     *("run_id", "name", "model", "input_family", "n_ctx", "n_layers", "n_heads", "interventions"),
     *("statistics", "measured_heads", "shards", "shards_done", "sequences", "sequences_done"),
-    *("complete", "rows", "tokens"),
+    *("complete", "rows", "tokens", "weight_processing", "precision", "engine", "created", "step"),
 )
 """Columns of `runs` that the page shows."""
 
