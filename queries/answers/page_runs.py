@@ -293,6 +293,9 @@ def _input_words(run: Record) -> str:
     ]
     if run["documents"] is not None:
         words.append(run["documents"])
+    if run["bos"] is not None:
+        evidence = f" ({run['bos_evidence']})" if run["bos_evidence"] else ""
+        words.append(f"{'with' if run['bos'] else 'without'} BOS{evidence}")
     return ", ".join(words)
 
 
