@@ -11,7 +11,7 @@ from rich.console import Console
 
 from headcount.jobs import bars, phases
 from headcount.jobs.bars import bar, waiting
-from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.plan.plan import Plan, make_plan, operations_of_token
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.measuring import measure_in_process
@@ -49,6 +49,32 @@ def test_each_batch_is_told_while_its_shard_is_measured(tmp_path: Path) -> None:
         *((0, tokens) for tokens in (0, 16, 32, 48, 64)),
         *((1, tokens) for tokens in (0, 16, 24, 40, 48)),
     ]
+
+
+def test_a_long_batch_is_told_by_the_layers_that_it_has_gone_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headcount.workers.engine.told_layers.TELL_SECONDS", 0.0)
+
+    def told_of(name: str, **changes: Any) -> list[int]:
+        told: list[int] = []
+        plan = plan_of(tmp_path / name, sequences=3, batch_size=3, **changes)
+        resources = Resources(0, 1, "cpu")
+        list(
+            measure_in_process(
+                plan,
+                np.array([0]),
+                resources,
+                measured=lambda _, tokens: told.append(tokens),
+            )
+        )
+        return told
+
+    # Three sequences of 8 tokens go through two layers, of which the last ends with its attention.
+    assert told_of("forward") == [0, 12, 24, 36, 48]
+    # The way back through a layer is twice the way forward.
+    effects = {"statistics": ["effect_mean"], "interventions": ["none"]}
+    assert told_of("backward", **effects) == [0, 4, 8, 16, 24, 24]
 
 
 def test_what_a_failed_shard_has_measured_is_taken_back() -> None:
@@ -101,10 +127,11 @@ def test_a_default_shard_is_about_a_minute_of_a_cpu_and_stays_that_of_its_run(
     small = plan_of(tmp_path, sequences=300)
     assert small.scan.sequences_per_shard == 256
     monkeypatch.setattr("headcount.jobs.plan.plan.SHARD_OPERATIONS", 2e7)
-    # 24 operations for each of 2 layers and 128² weights, 8 tokens, 2 interventions.
+    # In each of 2 layers 24 operations for each of 128² weights, and 2 · 128 for each of 8 tokens.
     large = plan_of(tmp_path / "other", sequences=300)
-    width = large.info.d_model
-    per_shard = int(2e7 / (24 * 2 * width**2) / 8 / 2)
+    assert large.info.d_model == large.info.n_heads * large.info.d_head == 128
+    one_token = 2 * (24 * 128**2 + 2 * 128 * 8)
+    per_shard = int(2e7 / (one_token * 8 * 2))
     assert 1 <= per_shard < 256
     assert large.scan.sequences_per_shard == per_shard
     assert large.manifest.identity["scan"]["sequences_per_shard"] == per_shard
@@ -113,3 +140,9 @@ def test_a_default_shard_is_about_a_minute_of_a_cpu_and_stays_that_of_its_run(
     assert (again.run.run_id, again.scan.sequences_per_shard) == (small.run.run_id, 256)
     named = plan_of(tmp_path / "named", sequences_per_shard=100)
     assert named.scan.sequences_per_shard == 100
+    # A loss needs the unembedding, and an effect the way back: both make a shard shorter.
+    info, scan = large.info, parse_scan(FIELDS | {"predictions": ["loss"]})
+    unembedding = 2 * 128 * info.d_vocab
+    assert operations_of_token(scan, info) == one_token + unembedding
+    scan = parse_scan(FIELDS | {"statistics": ["effect_mean"]})
+    assert operations_of_token(scan, info) == 3 * (one_token + unembedding)
