@@ -60,6 +60,11 @@ class Plan(RunPlan):
     Then `sequences` are those of a sample.
     """
 
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the corpus is only estimated."""
+        return self.estimate is not None
+
     def write_corpus(self) -> None:
         """Keep with the run what it reads of its corpus, if it has one."""
         if self.corpus is not None:
