@@ -1,11 +1,14 @@
 """Scans of losses under interventions beside a run, such as those that its effects estimate."""
 
 import random
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from headcount.jobs.console import duration
+from rich.console import Console
+
+from headcount.jobs.bars import waiting
+from headcount.jobs.console import say
+from headcount.jobs.plan.passes import Passes, seconds_of, words_of_passes
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import RunError, ScanError
@@ -16,8 +19,10 @@ from headcount.schemas.measured_heads import Head, MeasuredHeads
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.interventions import bind
-from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from headcount.workers.known_models import KnownModels
 
 MOST_TOKENS_OF_A_SHARD = 65_536
 """Tokens of a shard, over all interventions: minutes of a CPU with a model of 100 million weights.
@@ -98,7 +103,9 @@ def sequences_in_a_shard(n_ctx: int, passes: int, most: int) -> int:
     return max(1, min(most, MOST_TOKENS_OF_A_SHARD // (n_ctx * passes)))
 
 
-def announce(plan: Plan, resources: Resources, tell: Callable[[str], None]) -> KnownModels | None:
+def announce(
+    plan: Plan, resources: Resources, console: Console, passes: Passes
+) -> "KnownModels | None":
     """Say how many passes a scan of losses will take and about how long, by the time of a few.
 
     Returns the model that was loaded for it; none if all is measured, or other processes measure.
@@ -107,37 +114,21 @@ def announce(plan: Plan, resources: Resources, tell: Callable[[str], None]) -> K
     if not shards_left:
         return None
     sequences = min(shards_left * plan.scan.sequences_per_shard, plan.manifest.sequences)
-    passes = sequences * len(plan.scan.interventions)
-    if resources.replicas:
-        tell(words_of_passes(passes, plan.scan.n_ctx, None))
-        return None
-    # Imported here: who only draws heads needs no torch.
-    from headcount.workers.replica import Replica, resolve_device
+    count = sequences * len(plan.scan.interventions)
+    if not resources.replicas and passes.seconds is None:
+        # Imported here: who only draws heads needs no torch.
+        from headcount.workers.known_models import KnownModels
+        from headcount.workers.replica import Replica, resolve_device
 
-    models = KnownModels()
-    device = resolve_device(resources.device)
-    replica = Replica(plan.info, plan.scan, device, models.load)
-    tokens = plan.sequences.shard(0).tokens
-    in_batch = max(1, min(len(tokens), TIMED_TOKENS // plan.scan.n_ctx))
-    seconds = seconds_of(lambda count: replica.measure(tokens[:count]), in_batch)
-    tell(words_of_passes(passes, plan.scan.n_ctx, seconds))
-    return models
-
-
-def seconds_of(run: Callable[[int], object], sequences: int) -> float:
-    """How long a sequence takes if so many are run at a time, after one that warms up."""
-    run(1)
-    began = time.perf_counter()
-    run(sequences)
-    return (time.perf_counter() - began) / sequences
-
-
-def words_of_passes(passes: int, n_ctx: int, seconds: float | None) -> str:
-    """How many passes there will be, how long they take, and that they may be stopped."""
-    line = f"{passes:,} passes of {n_ctx:,} tokens"
-    if seconds is not None:
-        line += f", about {duration(passes * seconds)} by the time of the first"
-    return f"{line}; after Ctrl-C the same command goes on where it was"
+        with waiting(console, "loading the model, and timing its first passes"):
+            passes.models = KnownModels()
+            device = resolve_device(resources.device)
+            replica = Replica(plan.info, plan.scan, device, passes.models.load)
+            tokens = plan.sequences.shard(0).tokens
+            in_batch = max(1, min(len(tokens), TIMED_TOKENS // plan.scan.n_ctx))
+            passes.seconds = seconds_of(lambda size: replica.measure(tokens[:size]), in_batch)
+    say(console, words_of_passes(count, plan.scan.n_ctx, passes.seconds, passes.later))
+    return passes.models
 
 
 def _set(fields: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,24 @@ def test_lines_keep_coming_where_nothing_is_told(monkeypatch: pytest.MonkeyPatch
     assert set(text.getvalue().splitlines()) == {"tokens: 4 of 8"}
 
 
+def test_short_bars_one_after_another_are_not_silent_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [time.monotonic() + 3600]
+    monkeypatch.setattr("headcount.jobs.bars.time.monotonic", lambda: now[0])
+    text = io.StringIO()
+    console = Console(file=text, width=80)
+    for words in ("starting", "planning", "loading"):
+        with waiting(console, words):
+            now[0] += bars.QUIET_SECONDS - 1
+    assert text.getvalue() == "loading\n"
+    # Another command, an hour later, is silent for as long.
+    now[0] += 3600
+    with waiting(console, "starting"):
+        now[0] += bars.QUIET_SECONDS - 1
+    assert text.getvalue() == "loading\n"
+
+
 def test_status_counts_what_is_in_hand(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, sequences_per_shard=4)
     with phases.taken():
