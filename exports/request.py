@@ -247,9 +247,9 @@ class ExportRequest:
         from headcount.jobs.resources import Resources
 
         run = source.opened.directory
-        losses = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, draw=0)
-        steps.begin(f"calibration: the effects of {DRAWN_HEADS} heads against interventions")
         resources = Resources(replicas=0, device=self.device)
+        losses = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, 0, resources.on_cpu)
+        steps.begin(f"calibration: the effects of {DRAWN_HEADS} heads against interventions")
         measure_losses_beside(run, losses, "calibration", resources)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from headcount.jobs.bars import waiting
 from headcount.jobs.console import say
 from headcount.jobs.plan.passes import Passes, seconds_of, words_of_passes
-from headcount.jobs.plan.plan import Plan
+from headcount.jobs.plan.plan import SHARD_OPERATIONS, Plan, sequences_in_a_shard
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.manifest import Manifest
@@ -24,13 +24,16 @@ from headcount.workers.model.info.model_info import ModelInfo
 if TYPE_CHECKING:
     from headcount.workers.known_models import KnownModels
 
-MOST_TOKENS_OF_A_SHARD = 65_536
-"""Tokens of a shard, over all interventions: minutes of a CPU with a model of 100 million weights.
-What a stopped command has not committed is measured again.
+
+MOST_OPERATIONS = {True: SHARD_OPERATIONS, False: 10 * SHARD_OPERATIONS}
+"""What a shard takes at most on a CPU, and elsewhere: what a stopped command has not committed is
+measured again.
 """
 
 
-def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> dict[str, Any]:
+def calibration_of(
+    run: RunDirectory, heads: int, sequences: int, draw: int, on_cpu: bool
+) -> dict[str, Any]:
     """The fields of a scan of the first sequences of a run, under the interventions whose effects
     the run estimates, each on the same drawn heads.
 
@@ -53,20 +56,17 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
             f"sequences of {n_ctx} tokens (shorter windows), and it has none; add "
             '"effects" to statistics in its scan, and scan again'
         )
-    return scan_of_losses(run, interventions, sequences)
+    return scan_of_losses(run, interventions, sequences, on_cpu)
 
 
 def scan_of_losses(
-    run: RunDirectory, interventions: Sequence[str], sequences: int
+    run: RunDirectory, interventions: Sequence[str], sequences: int, on_cpu: bool
 ) -> dict[str, Any]:
     """The fields of a scan of the losses of the first sequences of a run: of the untouched model,
-    and under interventions.
+    and under interventions. `on_cpu` says where, because of the size of a shard.
     """
     manifest = run.manifest()
     fields = dict(manifest.identity["scan"])
-    kept = min(sequences, manifest.sequences)
-    most = min(kept, fields["sequences_per_shard"])
-    in_a_shard = sequences_in_a_shard(fields["n_ctx"], 1 + len(interventions), most)
     fields |= {
         "interventions": ["none", *interventions],
         "statistics": ["sink_mass"],
@@ -77,8 +77,7 @@ def scan_of_losses(
         # Of one layer, so that the others need no pattern; losses need a whole pass anyway.
         "layers": [_measured_heads(manifest, _info(manifest)).layers[0]],
         "heads": "all",
-        "sequences": kept,
-        "sequences_per_shard": in_a_shard,
+        "sequences": min(sequences, manifest.sequences),
         # What has a backward pass.
         "precision": "float64" if fields.get("precision") == "float64" else "float32",
         "out": str(run.path.parent),
@@ -86,21 +85,13 @@ def scan_of_losses(
         "batch_size": manifest.batch_size,
     }
     fields["input"] = _set(fields["input"])
+    scan = parse_scan(_set(fields))
+    in_a_shard = sequences_in_a_shard(scan, _info(manifest), MOST_OPERATIONS[on_cpu])
+    fields["sequences_per_shard"] = min(in_a_shard, fields["sequences_per_shard"])
     return _set(fields)
 
 
 TIMED_TOKENS = 4096  # of the passes by whose time that of all others is told
-
-
-def sequences_in_a_shard(n_ctx: int, passes: int, most: int) -> int:
-    """Sequences of a shard, at most so many, if each takes some passes of n_ctx tokens.
-
-    >>> sequences_in_a_shard(16, 4, 16), sequences_in_a_shard(1024, 16, 16)
-    (16, 4)
-    >>> sequences_in_a_shard(1024, 200, 16)
-    1
-    """
-    return max(1, min(most, MOST_TOKENS_OF_A_SHARD // (n_ctx * passes)))
 
 
 def announce(

@@ -46,6 +46,8 @@ PLACES = ("model", *(f"input.{option}" for option in FILE_OPTIONS))
 SHARD_OPERATIONS = 3e12
 """What a shard takes at most on a CPU, if the scan does not say: a minute at 50 GFLOP/s."""
 
+LEAST_TOKENS = 512  # of a pass of such a shard
+
 SETTABLE = (*REMEMBERED, *PLACES)  # what may change when a run continues
 
 
@@ -188,12 +190,19 @@ def with_shards(
     if previous is not None:
         per_shard = int(previous.identity["scan"]["sequences_per_shard"])
     elif resources.on_cpu:
-        operations = operations_of_token(scan, info) * scan.n_ctx * len(scan.interventions)
-        per_shard = min(per_shard, max(1, int(SHARD_OPERATIONS / operations)))
+        per_shard = min(per_shard, sequences_in_a_shard(scan, info, SHARD_OPERATIONS))
     shards = {"sequences_per_shard": per_shard}
     scan = resolved.sequences.scan = scan.model_copy(update=shards)
     identity = resolved.identity | {"scan": resolved.identity["scan"] | shards}
     return replace(resolved, scan=scan, identity=identity)
+
+
+def sequences_in_a_shard(scan: Scan, info: ModelInfo, most_operations: float) -> int:
+    """Sequences of a shard that takes no more than that, over all interventions; never so few that
+    a pass has only a few tokens, each of which would take longer.
+    """
+    operations = operations_of_token(scan, info) * scan.n_ctx * len(scan.interventions)
+    return max(1, LEAST_TOKENS // scan.n_ctx, int(most_operations / operations))
 
 
 def operations_of_token(scan: Scan, info: ModelInfo) -> float:

@@ -11,7 +11,12 @@ from rich.console import Console
 
 from headcount.jobs import bars, phases
 from headcount.jobs.bars import bar, waiting
-from headcount.jobs.plan.plan import Plan, make_plan, operations_of_token
+from headcount.jobs.plan.plan import (
+    Plan,
+    make_plan,
+    operations_of_token,
+    sequences_in_a_shard,
+)
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.measuring import measure_in_process
@@ -144,13 +149,15 @@ def test_a_default_shard_is_about_a_minute_of_a_cpu_and_stays_that_of_its_run(
 ) -> None:
     small = plan_of(tmp_path, sequences=300)
     assert small.scan.sequences_per_shard == 256
-    monkeypatch.setattr("headcount.jobs.plan.plan.SHARD_OPERATIONS", 2e7)
+    monkeypatch.setattr("headcount.jobs.plan.plan.SHARD_OPERATIONS", 2e9)
     # In each of 2 layers 24 operations for each of 128² weights, and 2 · 128 for each of 8 tokens.
     large = plan_of(tmp_path / "other", sequences=300)
     assert large.info.d_model == large.info.n_heads * large.info.d_head == 128
     one_token = 2 * (24 * 128**2 + 2 * 128 * 8)
-    per_shard = int(2e7 / (one_token * 8 * 2))
-    assert 1 <= per_shard < 256
+    per_shard = int(2e9 / (one_token * 8 * 2))
+    assert 512 // 8 < per_shard < 256
+    # A pass never has less than 512 tokens, if there are as many.
+    assert sequences_in_a_shard(large.scan, large.info, 2e7) == 512 // 8
     assert large.scan.sequences_per_shard == per_shard
     assert large.manifest.identity["scan"]["sequences_per_shard"] == per_shard
     # The run that was begun elsewhere keeps its shards, and a scan that names them has them.
