@@ -237,7 +237,7 @@ def test_a_model_with_these_heads_behind_a_window_loses_what_the_file_says(home:
     chosen = [(layer, head) for layer, head in content["sliding_window_heads"]]
     assert len(chosen) == 2
     assert change(chosen) == pytest.approx(content["joint"]["delta_nll"], abs=1e-5)
-    assert len(content["heads"]) == 4
+    assert len(content["heads"]) == LAYERS * KV_HEADS
     for row in content["heads"]:
         assert change([(row["layer"], row["kv_head"])]) == pytest.approx(row["delta_nll"], abs=1e-5)
 
