@@ -103,12 +103,17 @@ def problem_of_windows(setting: Setting, options: Options, groups: int, flag: st
         return (
             f"{flag} {count}: expected 1 to {candidates}, as many as {Path(setting.model).name} has"
         )
-    # In as few layers as hold them.
-    layers = -(-count // groups)
+    # In as few layers as hold all that are tried.
+    layers = -(-min(number_tried(count), candidates) // groups)
     text = _intervention(sink, window, groups, [(layer, groups - 1) for layer in range(layers)])
     if len(text) > LONGEST_INTERVENTION:
         return _problem_of_length(flag, count, text)
     return None
+
+
+def number_tried(count: int) -> int:
+    """How many candidates are measured, if there are as many, so that so many are chosen."""
+    return max(MOST_ALONE, 2 * count)
 
 
 def _intervention(sink: int, window: int, groups: int, members: Sequence[LayerGroup]) -> str:
@@ -156,7 +161,7 @@ def choose_windows(
 
     chooses = half_of(int(documents.max()) + 1, 0, 0)[documents]
     by_estimate = np.argsort(estimates[:, chooses].mean(1), kind="stable").tolist()
-    tried = sorted(by_estimate[: max(MOST_ALONE, 2 * count)])
+    tried = sorted(by_estimate[: number_tried(count)])
     text_of(tried[-count:])  # Before anything is paid for.
     estimate_of = estimates[:, ~chooses].mean(1)
     if source.awaits is not None and CONFIRMATION in source.awaits:
