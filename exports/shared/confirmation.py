@@ -62,9 +62,10 @@ def checked(
     from headcount.workers.head_check import JUDGED_SEED, SEARCHED_SEED, verdict
 
     passes = trial.passes(len(cut.heads) if cut.is_ranking else 0)
-    with waiting(
-        Console(stderr=True, highlight=False), "loading the model, and timing its first passes"
-    ):
+    console = Console(stderr=True, highlight=False)
+    with waiting(console, "loading the model"):
+        trial.run(1)
+    with waiting(console, "timing the first passes"):
         seconds = seconds_of(trial.run, trial.batch)
     words = words_of_passes(passes, trial.n_ctx, seconds)
     tell_user(f"check: at most {words}; --check-sequences takes fewer than {trial.sequences}")

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from headcount.jobs.bars import waiting
+from headcount.jobs.bars import bar, waiting
 from headcount.jobs.console import say
 from headcount.jobs.plan.passes import Passes, seconds_of, words_of_passes
 from headcount.jobs.plan.plan import SHARD_OPERATIONS, Plan, sequences_in_a_shard
 from headcount.jobs.resources import Resources
-from headcount.schemas.errors import RunError, ScanError
+from headcount.schemas.errors import RunError, ScanError, counted
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.formulas import CALIBRATED
@@ -111,12 +111,16 @@ def announce(
         from headcount.workers.known_models import KnownModels
         from headcount.workers.replica import Replica, resolve_device
 
-        with waiting(console, "loading the model, and timing its first passes"):
+        with waiting(console, "loading the model"):
             passes.models = KnownModels()
             device = resolve_device(resources.device)
             replica = Replica(plan.info, plan.scan, device, passes.models.load)
             tokens = plan.sequences.shard(0).tokens
             in_batch = max(1, min(len(tokens), TIMED_TOKENS // plan.scan.n_ctx))
+        with bar(console, "") as show:
+            words = "timing the first passes"
+            show(words, None)
+            replica.on_tokens = lambda done: show(f"{words}: {counted(done, 'token')}", None)
             passes.seconds = seconds_of(lambda size: replica.measure(tokens[:size]), in_batch)
     say(console, words_of_passes(count, plan.scan.n_ctx, passes.seconds, passes.later))
     return passes.models
