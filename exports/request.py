@@ -60,7 +60,7 @@ class ExportRequest:
         """Measure and write it: what was made, of what, and its size in bytes."""
         needs = self.export.needs(self.options)
         calibrates = needs.calibrated and self.model is not None
-        total = 2 * self.export.measures + calibrates
+        total = self.export.measures + calibrates
         if self.model is not None:
             total += 1 + (needs.baseline is not None)
         if self.check_sequences is not None:
@@ -76,20 +76,17 @@ class ExportRequest:
         # A calibration lies beside its run.
         if needs.calibrated and directory.path.name.startswith("run_id="):
             runs, run_ids = str(directory.path.parent), [directory.run_id]
-        source = self._chosen(str(runs), run_ids, baseline, steps)
+        source = self._chosen(str(runs), run_ids, baseline)
         check_setting(self.export, self.options, source.setting)
         # The model where it lies now, which may have moved since the run began.
         setting = measured or source.setting
         return self._confirmed(source, setting, str(runs), steps, calibrates)
 
-    def _chosen(
-        self, runs: str, run_ids: list[str], baseline: RunDatabase | None, steps: Steps
-    ) -> ExportSource:
-
+    def _chosen(self, runs: str, run_ids: list[str], baseline: RunDatabase | None) -> ExportSource:
         source = choose_run(
             _opened(runs, self.code), self.export, self.options, self.destination, run_ids, baseline
         )
-        return dataclasses.replace(source, device=self.device, begin=steps.begin)
+        return dataclasses.replace(source, device=self.device)
 
     def _confirmed(
         self, source: ExportSource, setting: Setting, runs: str, steps: Steps, calibrates: bool
@@ -114,10 +111,12 @@ class ExportRequest:
         if calibrates:
             self._calibrate(source, steps)
             baseline = source.baseline and source.baseline.database
-            source = self._chosen(runs, [source.run_id], baseline, steps)
+            source = self._chosen(runs, [source.run_id], baseline)
         if self.export.measures or calibrates:
             awaits = None if trial is None else CHECK
             source = dataclasses.replace(source, check=first.check)
+            if self.export.measures:
+                steps.begin("the choice, by measured losses")
             exported = self._made(dataclasses.replace(source, awaits=awaits))
             size = self._written(exported)
         if trial is not None:
@@ -248,9 +247,9 @@ class ExportRequest:
         from headcount.jobs.resources import Resources
 
         run = source.opened.directory
-        losses = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, draw=0)
-        steps.begin(f"calibration: the effects of {DRAWN_HEADS} heads against interventions")
         resources = Resources(replicas=0, device=self.device)
+        losses = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, 0, resources.on_cpu)
+        steps.begin(f"calibration: the effects of {DRAWN_HEADS} heads against interventions")
         measure_losses_beside(run, losses, "calibration", resources)
 
 

@@ -8,18 +8,17 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 
 from headcount.jobs import phases
 from headcount.jobs.bars import waiting
-from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.endings import is_a_command
 from headcount.jobs.plan.calibration import announce
+from headcount.jobs.plan.passes import Passes
 from headcount.jobs.plan.plan import make_plan, where_begun
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint, refuse_checkpoints
@@ -47,23 +46,44 @@ def run_scan(
     address: Name | None,
     new: bool,
     quiet: bool,
-    calibrates: Name | None = None,
 ) -> Place:
     """Run a scan to its end, or continue its run; returns where the run lies.
 
     `headcount.scan` has the defaults.
 
     `fields` override those of the scan; a dotted name reaches into a table: `input.files`. `name`
-    names the run of a dict. `calibrates` is the run beside which it measures losses, for its
-    manifest. The others mean what they mean for `headcount scan`.
+    names the run of a dict. The others mean what they mean for `headcount scan`.
     """
-    scan, name, text = _read(source, fields, name)
+    requested = _read(source, fields, name)
+    return _run(requested, Resources(replicas, cores, device, address), new, quiet)
+
+
+class _Requested(NamedTuple):
+    """A scan that is asked for."""
+
+    scan: Scan
+    name: str
+    text: str  # what the run's directory keeps of it
+
+
+def _run(
+    requested: _Requested,
+    resources: Resources,
+    new: bool = False,
+    quiet: bool = False,
+    calibrates: str | None = None,
+    passes: Passes | None = None,
+) -> Place:
+    """Run a scan; `calibrates` is the run beside which it measures losses, for its manifest.
+
+    `passes`, if there are any, are announced before they begin.
+    """
+    scan, name, text = requested
     prepare_process()
     console = Console(stderr=True, highlight=False, quiet=quiet)
     # Rich draws its bar in Jupyter through ipywidgets, and only if it is told of a terminal.
     if console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None:
         console = Console(stderr=True, highlight=False, quiet=quiet, force_terminal=True)
-    resources = Resources(replicas, cores, device, address)
     resources.check_here()
     with phases.taken(), _advised_here():
         preparation = Preparation(resources, console)
@@ -72,10 +92,7 @@ def run_scan(
         if calibrates is not None:
             manifest = plan.manifest.model_copy(update={"calibrates": calibrates})
             plan = replace(plan, manifest=manifest)
-        models = None
-        if calibrates is not None:
-            # Heads times sequences are many passes, so people are told before.
-            models = announce(plan, resources, partial(say, console))
+        models = None if passes is None else announce(plan, resources, console, passes)
         prepare_run(plan, text)
         failures = run_to_end(plan, resources, console, models=models)
     if failures:
@@ -100,40 +117,38 @@ def _advised_here() -> Iterator[None]:
 
 
 def measure_losses_beside(
-    run: RunDirectory, fields: Mapping[str, object], word: str, resources: Resources
+    run: RunDirectory,
+    fields: Mapping[str, object],
+    word: str,
+    resources: Resources,
+    passes: Passes | None = None,
 ) -> Place:
-    """Measure losses beside a run by a scan, as NAME-WORD, or continue; returns where it lies."""
+    """Measure losses beside a run by a scan, as NAME-WORD, or continue; returns where it lies.
+
+    `passes` are those of a command that measures several times.
+    """
     with where_begun(run, []):
-        return run_scan(
-            fields,
-            {},
-            # The name of a run is its id without the hash at the end.
-            name=f"{run.run_id.rpartition('-')[0]}-{word}",
-            replicas=resources.replicas,
-            cores=resources.cores,
-            device=resources.device,
-            address=resources.address,
-            new=False,
-            quiet=False,
-            calibrates=run.run_id,
-        )
+        # The name of a run is its id without the hash at the end.
+        requested = _read(fields, {}, f"{run.run_id.rpartition('-')[0]}-{word}")
+        # Heads times sequences are many passes, so people are told before.
+        passes = passes or Passes()
+        return _run(requested, resources, calibrates=run.run_id, passes=passes)
 
 
 def _read(
     source: str | Path | Mapping[str, object], fields: Mapping[str, object], name: str
-) -> tuple[Scan, str, str]:
-    """A scan, its name, and its text for the run's directory."""
+) -> _Requested:
     overrides = [f"{key}={_toml(value)}" for key, value in fields.items()]
     if isinstance(source, Mapping):
         changed = override_fields(dict(source), overrides)
         # There is no file that the run could keep, so what the dict says is written as one.
         text = "".join(f"{key} = {_toml(value)}\n" for key, value in changed.items())
         refuse_checkpoints(changed)
-        return parse_scan(changed), name, text
+        return _Requested(parse_scan(changed), name, text)
     file = Path(source)
     refuse_checkpoints(read_fields(file, overrides))
     requested = ScanOfCheckpoint(file, tuple(overrides), load_scan(file, overrides))
-    return requested.scan, file.stem, requested.text
+    return _Requested(requested.scan, file.stem, requested.text)
 
 
 def _toml(value: object) -> str:

@@ -16,6 +16,8 @@ QUIET_SECONDS = 10.0  # seconds between two lines if the console is not a termin
 
 LONGEST_SILENCE = 20.0  # seconds after which the last words are printed again
 
+SAME_WORK = 2.0  # seconds between two bars of one command, at most
+
 
 @contextmanager
 def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
@@ -48,23 +50,23 @@ class _Lines:
     """The lines of a bar where the console is not a terminal."""
 
     of_bars: ClassVar[list["_Lines"]] = []  # that are shown, from the outermost to the innermost
+    last_line: ClassVar[float] = 0.0  # when a line was printed, or the first of several bars began
+    last_end: ClassVar[float] = 0.0  # when a bar ended
 
     def __init__(self, console: Console, before: str) -> None:
         self.console, self.before = console, before
         self.words = ""
-        # A short scan prints no line but its summary.
-        self.last_line = time.monotonic()
 
     def tell(self, words: str) -> None:
         """Print words if the last line was some time ago."""
         self.words = words
-        if time.monotonic() - self.last_line >= QUIET_SECONDS:
+        if time.monotonic() - _Lines.last_line >= QUIET_SECONDS:
             self._print()
 
     def _print(self) -> None:
         if self.words and self.of_bars and self.of_bars[-1] is self:
             self.console.print(f"{self.before}{self.words}", highlight=False, soft_wrap=True)
-            self.last_line = time.monotonic()
+            _Lines.last_line = time.monotonic()
 
     @contextmanager
     def kept_coming(self) -> Iterator[None]:
@@ -73,16 +75,21 @@ class _Lines:
 
         def repeat() -> None:
             while not has_ended.wait(1.0):
-                if time.monotonic() - self.last_line >= LONGEST_SILENCE:
+                if time.monotonic() - _Lines.last_line >= LONGEST_SILENCE:
                     self._print()
 
         thread = threading.Thread(target=repeat, daemon=True)
+        # A short scan prints no line but its summary. Short bars one after another are not silent
+        # for as long as all of them last.
+        if not self.of_bars and time.monotonic() - _Lines.last_end > SAME_WORK:
+            _Lines.last_line = time.monotonic()
         self.of_bars.append(self)
         thread.start()
         try:
             yield
         finally:
             self.of_bars.remove(self)
+            _Lines.last_end = time.monotonic()
             has_ended.set()
             thread.join()
 

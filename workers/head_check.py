@@ -2,8 +2,9 @@
 
 The chosen heads keep their whole cache. All others keep the first keys and the last ones, as a
 cache that was cut by the choice would. Then the model is asked for needles, and to go on with a
-repeated block. A model that can not do one of these with its whole cache is also asked for text
-whose earlier part the cut hides. As many random heads are kept whole for comparison.
+repeated block. Needles are random tokens; a model that cannot recall these is asked for some in a
+text. One that still cannot do one of both with its whole cache is also asked for text whose earlier
+part the cut hides. As many random heads are kept whole for comparison.
 """
 
 import math
@@ -73,9 +74,14 @@ SCHEMA = pa.schema(
 )
 
 
-Task = Literal["needles", "repeats", "text"]
+Task = Literal["needles", "text_needles", "repeats", "text"]
 
-FIELDS: dict[Task, str] = {"needles": "recall", "repeats": "loss", "text": "text_loss"}
+FIELDS: dict[Task, str] = {
+    "needles": "recall",
+    "text_needles": "recall",
+    "repeats": "loss",
+    "text": "text_loss",
+}
 """Where the answer of a task stands among `Answers`."""
 
 
@@ -174,7 +180,8 @@ class HeadTrial:
         # The table is of all heads, the chosen ones, random ones and none.
         caches = searched + 3 + len(RANDOM_SEEDS)
         text = min(TEXT_SEQUENCES, self.sequences)
-        return caches * (2 * self.sequences + text)
+        # With its whole cache, a model may be asked for needles of both kinds.
+        return caches * (2 * self.sequences + text) + self.sequences
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -183,9 +190,19 @@ class HeadTrial:
         tasks: list[Task] = []
         if full.recall >= LEAST_RECALL:
             tasks.append("needles")
+        elif self._recall_of_text() >= LEAST_RECALL:
+            tasks.append("text_needles")
         if full.loss <= LARGEST_REPEAT_LOSS * math.log(self.info.d_vocab):
             tasks.append("repeats")
         return (*tasks, "text") if len(tasks) < 2 and self.text is not None else tuple(tasks)
+
+    def _recall_of_text(self) -> float:
+        """The recall of needles in a text with the whole cache; 0 if there is no such text."""
+        try:
+            self._question("text_needles", SEARCHED_SEED)
+        except (ModelError, ScanError):
+            return 0.0  # No tokenizer, or the sequences are too short for the sentences.
+        return self._answer(self.kv_heads, "text_needles", SEARCHED_SEED)
 
     @property
     def task_lines(self) -> list[str]:
@@ -193,10 +210,12 @@ class HeadTrial:
         full = self._answers(self.kv_heads, ("needles", "repeats"), SEARCHED_SEED)
         lines: list[str] = []
         if "needles" not in self.tasks:
-            lines.append(
-                f"needles: with its whole cache the model recalls {full.recall:.3f} of them, "
-                f"expected {LEAST_RECALL} or more, so they judge nothing"
-            )
+            line = f"needles: with its whole cache the model recalls {full.recall:.3f} of them"
+            if "text_needles" in self.tasks:
+                line += f", and {self._recall_of_text():.3f} of sentences in {BUNDLED_LICENSE}"
+                lines.append(f"{line}, which judge instead")
+            else:
+                lines.append(f"{line}, expected {LEAST_RECALL} or more, so they judge nothing")
         if "repeats" not in self.tasks:
             guess = math.log(self.info.d_vocab)
             lines.append(
@@ -228,10 +247,11 @@ class HeadTrial:
 
         One row for the full cache, one for the chosen heads, one for as many random heads by each
         of `random_seeds`, and one for no head. `recall` is the share of the tokens of needles that
-        are predicted first (family `needle`). `loss_after_repeats` is the mean loss in the second
-        copy of a random block, from its second token on (family `repeated_random`).
-        `loss_of_text`, if the model cannot do both, is the mean loss of the licence's tokens before
-        which the cut hides keys. `cache_percent` is what is kept of a full cache of `n_ctx` tokens.
+        are predicted first (family `needle`, or `text_needle` if the model recalls only sentences).
+        `loss_after_repeats` is the mean loss in the second copy of a random block, from its second
+        token on (family `repeated_random`). `loss_of_text`, if the model cannot do both, is the
+        mean loss of the licence's tokens before which the cut hides keys. `cache_percent` is what
+        is kept of a full cache of `n_ctx` tokens.
         """
         chosen = tuple(sorted({*heads}))
         for layer, kv_head in chosen:
@@ -252,7 +272,8 @@ class HeadTrial:
             cuts.append(("random heads", random_seed, kept))
         cuts.append(("no head", None, ()))
         schema = SCHEMA
-        tasks: tuple[Task, ...] = ("needles", "repeats")
+        needles: Task = "text_needles" if "text_needles" in self.tasks else "needles"
+        tasks: tuple[Task, ...] = (needles, "repeats")
         if "text" in self.tasks:
             schema = SCHEMA.insert(6, pa.field("loss_of_text", pa.float64()))
             tasks = (*tasks, "text")
@@ -291,8 +312,9 @@ class HeadTrial:
         return parse_scan({**fields, "input": {"family": family}})
 
     def _question(self, task: Task, seed: int) -> Question:
-        if task == "needles":
-            needles = Sequences(self._scan("needle", seed), self.info).shard(0)
+        if task in ("needles", "text_needles"):
+            family = "needle" if task == "needles" else "text_needle"
+            needles = Sequences(self._scan(family, seed), self.info).shard(0)
             assert needles.labels is not None
             return Question(needles.tokens, np.array(needles.labels) == "answer")
         if task == "text":
@@ -341,7 +363,8 @@ class HeadTrial:
             question = self._question(task, seed)
             with self.replica.engine_under(intervention, None) as engine:
                 recalls, losses = _recalls_and_losses(engine, question, self.passed)
-            self.known[key] = (recalls if task == "needles" else losses).double().mean().item()
+            asks_needles = FIELDS[task] == "recall"
+            self.known[key] = (recalls if asks_needles else losses).double().mean().item()
         return self.known[key]
 
     def _cache_percent(self, kept_heads: tuple[KVHead, ...]) -> float:

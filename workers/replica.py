@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from headcount.workers.engine.rooms import (
     engine_class,
     entered,
 )
+from headcount.workers.engine.told_layers import told_by_layers
 from headcount.workers.interventions import changed_weights
 from headcount.workers.interventions.settlement import (
     Settled,
@@ -58,8 +59,10 @@ class Replica:
 
     tokens_measured = 0  # of the shard in hand, over all its interventions
 
-    after_batch: Callable[[int], None] = staticmethod(lambda _: None)
-    """Called after each batch with `tokens_measured`."""
+    on_tokens: Callable[[int], None] = staticmethod(lambda _: None)
+    """Called after each batch with `tokens_measured`, and within a long one with as many tokens of
+    it as it has gone through layers.
+    """
 
     def __init__(
         self, info: ModelInfo, scan: Scan, device: str = "auto", load: Load | None = None
@@ -223,7 +226,8 @@ class Replica:
             began = time.perf_counter()
             launched: PendingBatch | None = None
             try:
-                launched = self._launch(engine, sequences, start)
+                with self._told_while_it_runs(sequences, start):
+                    launched = self._launch(engine, sequences, start)
             except RuntimeError as error:
                 # On a CPU this error has no type of its own.
                 says_no_memory = any(words in str(error) for words in NO_MEMORY)
@@ -250,10 +254,23 @@ class Replica:
                 pending = None
                 self.batch.note(launched.sequences, time.perf_counter() - began)
             self.tokens_measured += launched.sequences * sequences.tokens.shape[1]
-            self.after_batch(self.tokens_measured)
+            self.on_tokens(self.tokens_measured)
             start += launched.sequences
         if pending is not None:
             yield collect(pending)
+
+    def _told_while_it_runs(
+        self, sequences: "_Sequences", first: int
+    ) -> AbstractContextManager[None]:
+        """Within it, people hear now and then how far the batch in hand is."""
+        batch = sequences.tokens[first : first + self.batch.size]
+        passes = 1 if sequences.partner is None else 2
+        return told_by_layers(
+            self.model.blocks[: self.depth],
+            passes,
+            bool(self.scan.gradients),
+            lambda share: self.on_tokens(self.tokens_measured + int(share * batch.size)),
+        )
 
     def _launch(self, engine: Engine, sequences: "_Sequences", first: int) -> PendingBatch:
         """Start the pass over a batch, after the pass over its partners if there are any."""

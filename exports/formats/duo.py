@@ -134,7 +134,8 @@ def duo(
     * `score`: retrieval, as said above; or distant, which is all attention beyond the first `sink`
       and the last `recent` keys, on any input, with one run; or effect, which is the rise of the
       loss if the KV head streams, estimated by `effect_window` and calibrated, on any input, as a
-      share of the largest.
+      share of the largest. Only the first keeps what is asked for later: of SmolLM2-135M-Instruct
+      with 30 % of its cache it found 20 of 20 passkeys, and effect none, at the same loss of text.
     * `sink`: first keys that a streaming head keeps. DuoAttention trained with 64.
     * `recent`: last keys that a streaming head keeps. DuoAttention trained with 256.
     * `sparsity`: share of KV heads that stream: those below this quantile of the scores, as
@@ -170,6 +171,11 @@ def duo(
     config: dict[str, object] = {"sink_size": sink, "recent_size": recent}
     facts: dict[str, object] = {}
     notes: list[str] = []
+    if score == "effect":
+        notes.append(
+            "--score effect is about the loss of the text that was measured: what is asked for far "
+            "away may be lost; --score retrieval keeps it, and --check shows it"
+        )
     if not is_ranking:
         highest = heads[0]
         heads = list(choice.items)

@@ -62,7 +62,11 @@ def qfilters(source: ExportSource) -> Exported:
         "kv_head_dim": d_head,
         "ambiguous_kv_heads": ambiguous,
     }
-    notes = input_notes(source)
+    notes = (
+        *input_notes(source),
+        "measure it before you rely on it: in SmolLM2-135M-Instruct, with 77 % of the cache, these "
+        "filters lost 0.076 nats per token of a text, and a window in all heads 0.002",
+    )
     if ambiguous:
         first = ", ".join(f"{layer}-{head}" for layer, head in ambiguous[:8])
         notes += (

@@ -55,11 +55,19 @@ def checked(
     If the number of heads is open, it is the smallest one with which nothing is lost. `save` takes
     what is known so far, now and then and at an interrupt.
     """
-    from headcount.jobs.plan.calibration import seconds_of, words_of_passes
+    from rich.console import Console
+
+    from headcount.jobs.bars import waiting
+    from headcount.jobs.plan.passes import seconds_of, words_of_passes
     from headcount.workers.head_check import JUDGED_SEED, SEARCHED_SEED, verdict
 
     passes = trial.passes(len(cut.heads) if cut.is_ranking else 0)
-    words = words_of_passes(passes, trial.n_ctx, seconds_of(trial.run, trial.batch))
+    console = Console(stderr=True, highlight=False)
+    with waiting(console, "loading the model"):
+        trial.run(1)
+    with waiting(console, "timing the first passes"):
+        seconds = seconds_of(trial.run, trial.batch)
+    words = words_of_passes(passes, trial.n_ctx, seconds)
     tell_user(f"check: at most {words}; --check-sequences takes fewer than {trial.sequences}")
     facts = facts_of_trial(trial)
     with _kept(trial, passes, save):
@@ -143,17 +151,39 @@ def documents_of(source: ExportSource, sequences: int) -> np.ndarray:
     return documents
 
 
-def changes_of_loss(
-    source: ExportSource, interventions: Sequence[str], sequences: int, words: str
-) -> tuple[np.ndarray, str]:
-    """Loss under each intervention less that of the untouched model, in nats per token, on the
-    first sequences of a run: `[intervention sequence]`, and the id of the run that has them.
+class LossChanges:
+    """What a format's interventions do to the loss on the first sequences of a run.
 
-    That run is NAME-confirmation. It is continued if it is there, and nothing is measured twice.
-    `words` say which step it is.
+    It is measured in runs NAME-confirmation beside the run, which are continued if they are there:
+    nothing is measured twice.
     """
-    if tuple(interventions) in source.known_changes:
-        return source.known_changes[tuple(interventions)]
+
+    def __init__(self, source: ExportSource, parts: int, passes: int) -> None:
+        """It will be asked so many times, for at most so many passes."""
+        self.source, self.parts, self.passes = source, parts, passes
+        self.asked = 0
+        self.run_ids: list[str] = []
+
+    def under(self, interventions: Sequence[str], sequences: int, words: str) -> np.ndarray:
+        """The loss under each intervention less that of the untouched model, in nats per token:
+        `[intervention sequence]`. `words` say what is measured.
+        """
+        source = self.source
+        self.asked += 1
+        self.passes -= (1 + len(interventions)) * sequences
+        key = (sequences, *interventions)
+        if key not in source.known_changes:
+            tell_user(f"part {self.asked} of {self.parts}: {words}")
+            source.passes.later = max(0, self.passes)
+            source.known_changes[key] = _measured_changes(source, interventions, sequences)
+        changes, run_id = source.known_changes[key]
+        self.run_ids.append(run_id)
+        return changes
+
+
+def _measured_changes(
+    source: ExportSource, interventions: Sequence[str], sequences: int
+) -> tuple[np.ndarray, str]:
     # What is not measured needs no torch.
     from headcount.jobs.api import measure_losses_beside
     from headcount.jobs.plan.calibration import scan_of_losses
@@ -161,10 +191,9 @@ def changes_of_loss(
 
     # Paths would mean something else where the run was begun.
     run = RunDirectory(absolute(source.opened.directory.path))
-    fields = scan_of_losses(run, interventions, sequences)
     resources = Resources(replicas=0, device=source.device)
-    source.begin(words)
-    path = measure_losses_beside(run, fields, "confirmation", resources)
+    fields = scan_of_losses(run, interventions, sequences, resources.on_cpu)
+    path = measure_losses_beside(run, fields, "confirmation", resources, source.passes)
     database = open_runs(path)
     if _what_was_read(database, sequences) != _what_was_read(source.database, sequences, source):
         raise QueryError(
@@ -180,9 +209,7 @@ def changes_of_loss(
         ORDER BY sequence"""
     )
     changes = {text: [change for name, change in rows if name == text] for text in interventions}
-    measured = np.array([*changes.values()], float), RunDirectory(path).run_id
-    source.known_changes[tuple(interventions)] = measured
-    return measured
+    return np.array([*changes.values()], float), RunDirectory(path).run_id
 
 
 def _what_was_read(

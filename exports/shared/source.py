@@ -22,6 +22,7 @@ from headcount.exports.shared.certainty import (
     sure_heads,
 )
 from headcount.exports.shared.registry import ExportFormat, Needs, Options, Setting, ranked
+from headcount.jobs.plan.passes import Passes
 from headcount.queries.answers.loss_effects import NOT_CALIBRATED, effects_among
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.column_facts import column_facts
@@ -63,15 +64,17 @@ class ExportSource:
     split: tuple[int, int] | None = None  # half of which split `sums` are over; None: all
     known_sums: dict[str, DocumentSums] = field(default_factory=dict, repr=False)
     """What was read already: halves are parts of it."""
-    known_changes: dict[tuple[str, ...], tuple[np.ndarray, str]] = field(
+    known_changes: dict[tuple[int | str, ...], tuple[np.ndarray, str]] = field(
         default_factory=dict, repr=False
     )
-    """Changes of the loss that were measured already, and the runs that did, by interventions."""
+    """Changes of the loss that were measured already, and the run that did, by the number of
+    sequences and the interventions.
+    """
+    passes: Passes = field(default_factory=Passes, repr=False)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where it measures (`confirmation`)
     awaits: str | None = None
     """What confirms the list and is not measured yet: the file is written before, and says so."""
     check: Mapping[str, Any] | None = None  # what `--check` has found out, if anything
-    begin: Callable[[str], None] = lambda _: None  # is told what a format begins to measure
 
     @property
     def run_id(self) -> str:

@@ -317,7 +317,7 @@ def calibrate(
         from headcount.jobs.resources import Resources
 
     resources = Resources.asked_for(replicas, cores, device, address)
-    fields = calibration_of(directory, heads, sequences, seed)
+    fields = calibration_of(directory, heads, sequences, seed, resources.on_cpu)
     path = measure_losses_beside(directory, fields, "calibration", resources)
     print(path)
     print(f"  headcount query {path.parent} effect_calibration")

@@ -5,8 +5,9 @@ Torch and Ray take seconds to import, so they are imported inside the functions 
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,14 +31,17 @@ from headcount.jobs.commands.options import (
     Verify,
     VerifyCorpus,
 )
-from headcount.jobs.console import duration, in_bytes, say, tell
+from headcount.jobs.console import duration, in_bytes, print_table, say, tell
 from headcount.schemas.errors import HeadcountError, RunError, ScanError, counted, printable
 from headcount.schemas.packages import PACKAGE
 
 if TYPE_CHECKING:
-    from headcount.jobs.plan.cost import Cost
+    from headcount.jobs.bars import Show
+    from headcount.jobs.plan.cost import Cost, Rehearsal
     from headcount.jobs.plan.plan import Plan
+    from headcount.jobs.plan.resolved_scan import ResolvedScan
     from headcount.jobs.plan.scan_files import ScanOfCheckpoint
+    from headcount.jobs.resources import Device
     from headcount.schemas.files.commit import Failure
     from headcount.schemas.files.document_fates import Fates
     from headcount.schemas.files.run_directory import RunDirectory
@@ -95,18 +99,13 @@ def plan(
     # A mistake in the scan file shows before the seconds that the imports below take.
     scans = without_duplicates(scans_of(scan_file, overrides or ()), skip_duplicates)
     parsed_scan = scans[0].scan
-    from headcount.jobs.bars import waiting
-    from headcount.schemas.files.run_directory import RunDirectory
+    from headcount.jobs.bars import bar, waiting
 
     console, progress_console = Console(highlight=False), Console(highlight=False, stderr=True)
     with waiting(progress_console, "starting"):
-        from headcount.jobs.plan.begun_with import begun_precisions
-        from headcount.jobs.plan.cost import Rehearsal, threads_of
-        from headcount.jobs.plan.identity import find_run
-        from headcount.jobs.plan.plan import check_directories, plan_run
-        from headcount.jobs.plan.resolved_scan import resolve
+        from headcount.jobs.plan.cost import replicas_at_once, threads_of
+        from headcount.jobs.plan.plan import check_directories
         from headcount.jobs.resources import Resources
-        from headcount.workers.interventions.settlement import check_begun
         from headcount.workers.process import prepare_process
 
     if replicas is None:
@@ -115,19 +114,12 @@ def plan(
     # As many threads as one replica of the scan would have, or the cost would be another one.
     prepare_process(threads_of(device, replicas))
     check_directories(parsed_scan)
-    with waiting(progress_console, "planning"):
-        resolved = resolve(parsed_scan)
-        first_run = RunDirectory.of(parsed_scan.out, resolved.run_id(scan_file.stem))
-        run, alike = find_run(resolved, first_run, new)
-        # A scan that cannot run is refused before any text is tokenised.
-        rehearsal = Rehearsal(resolved.scan, resolved.info, device, replicas)
-        if run.manifest_file.is_file():
-            precision = rehearsal.settlement.precision
-            check_begun(begun_precisions(run), precision, run.run_id, rehearsal.device)
-        scan_plan = plan_run(resolved, run, is_estimate=True, alike=alike)
+    priced = _Prices(scan_file.stem, device, replicas, new)
+    with bar(progress_console, "") as show:
+        scan_plan = priced.plan(parsed_scan, lambda words: show(words, None))
     _print_fields(console, scan_plan, parsed_scan, every)
-    with waiting(progress_console, "measuring a batch of each intervention"):
-        cost = rehearsal.measure(scan_plan)
+    with bar(progress_console, "measuring a batch of each intervention") as show:
+        cost = priced.cost(scan_plan, lambda words: show(words, None))
     table = Table(
         "cost",
         Column("", overflow="fold"),
@@ -139,19 +131,108 @@ def plan(
     console.print(table)
     if scan_plan.estimate is None and scan_plan.sequences.fates is not None:
         console.print(_documents_table(scan_plan.sequences.fates))
-    say(console, f"in {run.path}")
-    if cost.measured_on != cost.device:
+    say(console, f"in {scan_plan.run.path}")
+    if not cost.is_of_device:
         # The scan may run on a cluster with GPUs that this machine does not have.
         say(
             console,
-            f"This machine has no {cost.device}: times and memory were measured on its "
-            f"{cost.measured_on} in {cost.measured_in}.",
+            f"This machine has no {cost.device}: speed and memory are those of one replica, "
+            f"measured on its {cost.measured_on} in {cost.measured_in}. How long a {cost.device} "
+            f"takes, headcount plan says on a machine that has one.",
         )
+    elif replicas > (most := replicas_at_once(device, replicas)):
+        say(console, f"Times are those of this machine, where {most} replicas can work at once.")
     for note in scan_plan.notes:
-        say(console, f"{run.run_id}: {note}")
+        say(console, f"{scan_plan.run.run_id}: {note}")
     _print_corpus(console, scan_plan)
-    if len(scans) > 1:
-        say(console, f"This is the first of {len(scans)} checkpoints, which are a run each.")
+    if scans[1:]:
+        with bar(progress_console, "checkpoints") as show:
+            rows = priced.rows(scans, scan_plan, cost, show)
+        print_table(rows)
+
+
+class _Prices:
+    """Plans of checkpoints, and what each costs."""
+
+    def __init__(self, name: str, device: Device, replicas: int, new: bool) -> None:
+        self.name, self.device, self.replicas, self.new = name, device, replicas, new
+        self.rehearsal: Rehearsal | None = None  # of the checkpoint that is planned now
+
+    def plan(self, scan: Scan, tell: Callable[[str], None]) -> Plan:
+        """Plan a scan; one that cannot run is refused before any text is tokenised."""
+        from headcount.jobs.plan.begun_with import begun_precisions
+        from headcount.jobs.plan.cost import Rehearsal
+        from headcount.jobs.plan.plan import plan_run
+        from headcount.workers.interventions.settlement import check_begun
+
+        tell("planning")
+        resolved, run, alike = self._found(scan)
+        tell("loading the model")
+        self.rehearsal = Rehearsal(resolved.scan, resolved.info, self.device, self.replicas)
+        if run.manifest_file.is_file():
+            precision = self.rehearsal.settlement.precision
+            check_begun(begun_precisions(run), precision, run.run_id, self.rehearsal.device)
+        tell("planning")
+        return plan_run(resolved, run, is_estimate=True, alike=alike)
+
+    def cost(self, plan: Plan, tell: Callable[[str], None]) -> Cost:
+        """Measure what the scan costs that was planned last."""
+        assert self.rehearsal is not None
+        return self.rehearsal.measure(plan, tell)
+
+    def _found(self, scan: Scan) -> tuple[ResolvedScan, RunDirectory, tuple[RunDirectory, ...]]:
+        from headcount.jobs.plan.identity import find_run
+        from headcount.jobs.plan.resolved_scan import resolve
+        from headcount.schemas.files.run_directory import RunDirectory
+
+        resolved = resolve(scan)
+        first_run = RunDirectory.of(scan.out, resolved.run_id(self.name))
+        run, alike = find_run(resolved, first_run, self.new)
+        return resolved, run, alike
+
+    def rows(
+        self, scans: Sequence[ScanOfCheckpoint], first_plan: Plan, first_cost: Cost, show: Show
+    ) -> list[tuple[str, ...]]:
+        """A row for each checkpoint, which is a run, and one for all, below their headings.
+
+        One with the sizes of the first costs what that costs. Another one is measured. Those of the
+        Hub count as the first: a plan fetches no more than one of them.
+        """
+        from headcount.jobs.plan.cost import has_same_sizes
+        from headcount.jobs.plan.plan import plan_run
+
+        rows: list[tuple[str, ...]] = [("checkpoint", "run", "shards", "time", "on disk")]
+        total_seconds = total_bytes = 0.0
+        for number, checkpoint in enumerate(scans, start=1):
+            scan, cost = checkpoint.scan, first_cost
+            run_id, shards = "", f"{first_plan.manifest.shards:,}"
+
+            def tell(words: str, number: int = number) -> None:
+                show(f"{number} of {len(scans)}: {words}", (number - 1) / len(scans))
+
+            is_here = scan.model.startswith("bundled:") or os.path.isdir(scan.model)
+            if number == 1 or (is_here and scan.revision is None):
+                plan = first_plan
+                if number > 1:
+                    tell("planning")
+                    resolved, run, alike = self._found(scan)
+                    if has_same_sizes(resolved.info, first_plan.info):
+                        plan = plan_run(resolved, run, is_estimate=True, alike=alike)
+                        sequences = first_plan.manifest.sequences
+                        cost = first_cost.of_sequences(sequences, plan.manifest.sequences)
+                    else:
+                        plan = self.plan(scan, tell)
+                        cost = self.cost(plan, tell)
+                run_id, done = plan.run.run_id, plan.shards_done
+                shards = f"{plan.manifest.shards:,}{f', {done:,} done' if done else ''}"
+            total_seconds += cost.seconds
+            total_bytes += cost.bytes
+            seconds = f"about {duration(cost.seconds)}" if cost.is_of_device else "not known here"
+            name = scan.revision or scan.model
+            cells = (name, run_id, shards, seconds, f"about {in_bytes(cost.bytes)}")
+            rows.append(tuple(map(printable, cells)))
+        total = f"about {duration(total_seconds)}" if first_cost.is_of_device else "not known here"
+        return [*rows, ("all", "", "", total, f"about {in_bytes(total_bytes)}")]
 
 
 def _print_fields(console: Console, plan: Plan, parsed_scan: Scan, every: bool) -> None:
@@ -226,12 +307,15 @@ def _cost_rows(plan: Plan, cost: Cost) -> Iterator[tuple[str, str]]:
     for each in cost.interventions:
         method = each.method
         built = f", patterns built in {counted(len(method.built_layers), 'layer')}"
+        # The time of another device would be no time of this scan.
+        time = f"about {duration(each.seconds)}, " if cost.is_of_device else ""
         yield (
             method.intervention,
-            f"about {duration(each.seconds)}, {each.tokens_per_second:,.0f} tokens/s, "
+            f"{time}{each.tokens_per_second:,.0f} tokens/s, "
             f"{method.engine}, {method.attention}{built if method.built_layers else ''}",
         )
-    yield "all", f"about {duration(cost.seconds)}"
+    left = f", {duration(cost.seconds * plan.share_left)} of it left" if plan.shards_done else ""
+    yield "all", f"about {duration(cost.seconds)}{left}" if cost.is_of_device else "not known here"
     rows = ", ".join(f"{name} {count:,}" for name, count in cost.rows.items())
     yield "on disk", f"about {in_bytes(cost.bytes)}; rows: {rows}"
 

@@ -1,14 +1,17 @@
 """Scans of losses under interventions beside a run, such as those that its effects estimate."""
 
 import random
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from headcount.jobs.console import duration
-from headcount.jobs.plan.plan import Plan
+from rich.console import Console
+
+from headcount.jobs.bars import bar, waiting
+from headcount.jobs.console import say
+from headcount.jobs.plan.passes import Passes, seconds_of, words_of_passes
+from headcount.jobs.plan.plan import SHARD_OPERATIONS, Plan, sequences_in_a_shard
 from headcount.jobs.resources import Resources
-from headcount.schemas.errors import RunError, ScanError
+from headcount.schemas.errors import RunError, ScanError, counted
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.formulas import CALIBRATED
@@ -16,16 +19,21 @@ from headcount.schemas.measured_heads import Head, MeasuredHeads
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.interventions import bind
-from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.model_info import NO_IDENTITY, ModelInfo
 
-MOST_TOKENS_OF_A_SHARD = 65_536
-"""Tokens of a shard, over all interventions: minutes of a CPU with a model of 100 million weights.
-What a stopped command has not committed is measured again.
+if TYPE_CHECKING:
+    from headcount.workers.known_models import KnownModels
+
+
+MOST_OPERATIONS = {True: SHARD_OPERATIONS, False: 10 * SHARD_OPERATIONS}
+"""What a shard takes at most on a CPU, and elsewhere: what a stopped command has not committed is
+measured again.
 """
 
 
-def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> dict[str, Any]:
+def calibration_of(
+    run: RunDirectory, heads: int, sequences: int, draw: int, on_cpu: bool
+) -> dict[str, Any]:
     """The fields of a scan of the first sequences of a run, under the interventions whose effects
     the run estimates, each on the same drawn heads.
 
@@ -48,20 +56,17 @@ def calibration_of(run: RunDirectory, heads: int, sequences: int, draw: int) -> 
             f"sequences of {n_ctx} tokens (shorter windows), and it has none; add "
             '"effects" to statistics in its scan, and scan again'
         )
-    return scan_of_losses(run, interventions, sequences)
+    return scan_of_losses(run, interventions, sequences, on_cpu)
 
 
 def scan_of_losses(
-    run: RunDirectory, interventions: Sequence[str], sequences: int
+    run: RunDirectory, interventions: Sequence[str], sequences: int, on_cpu: bool
 ) -> dict[str, Any]:
     """The fields of a scan of the losses of the first sequences of a run: of the untouched model,
-    and under interventions.
+    and under interventions. `on_cpu` says where, because of the size of a shard.
     """
     manifest = run.manifest()
     fields = dict(manifest.identity["scan"])
-    kept = min(sequences, manifest.sequences)
-    most = min(kept, fields["sequences_per_shard"])
-    in_a_shard = sequences_in_a_shard(fields["n_ctx"], 1 + len(interventions), most)
     fields |= {
         "interventions": ["none", *interventions],
         "statistics": ["sink_mass"],
@@ -72,8 +77,7 @@ def scan_of_losses(
         # Of one layer, so that the others need no pattern; losses need a whole pass anyway.
         "layers": [_measured_heads(manifest, _info(manifest)).layers[0]],
         "heads": "all",
-        "sequences": kept,
-        "sequences_per_shard": in_a_shard,
+        "sequences": min(sequences, manifest.sequences),
         # What has a backward pass.
         "precision": "float64" if fields.get("precision") == "float64" else "float32",
         "out": str(run.path.parent),
@@ -81,24 +85,18 @@ def scan_of_losses(
         "batch_size": manifest.batch_size,
     }
     fields["input"] = _set(fields["input"])
+    scan = parse_scan(_set(fields))
+    in_a_shard = sequences_in_a_shard(scan, _info(manifest), MOST_OPERATIONS[on_cpu])
+    fields["sequences_per_shard"] = min(in_a_shard, fields["sequences_per_shard"])
     return _set(fields)
 
 
 TIMED_TOKENS = 4096  # of the passes by whose time that of all others is told
 
 
-def sequences_in_a_shard(n_ctx: int, passes: int, most: int) -> int:
-    """Sequences of a shard, at most so many, if each takes some passes of n_ctx tokens.
-
-    >>> sequences_in_a_shard(16, 4, 16), sequences_in_a_shard(1024, 16, 16)
-    (16, 4)
-    >>> sequences_in_a_shard(1024, 200, 16)
-    1
-    """
-    return max(1, min(most, MOST_TOKENS_OF_A_SHARD // (n_ctx * passes)))
-
-
-def announce(plan: Plan, resources: Resources, tell: Callable[[str], None]) -> KnownModels | None:
+def announce(
+    plan: Plan, resources: Resources, console: Console, passes: Passes
+) -> "KnownModels | None":
     """Say how many passes a scan of losses will take and about how long, by the time of a few.
 
     Returns the model that was loaded for it; none if all is measured, or other processes measure.
@@ -107,37 +105,25 @@ def announce(plan: Plan, resources: Resources, tell: Callable[[str], None]) -> K
     if not shards_left:
         return None
     sequences = min(shards_left * plan.scan.sequences_per_shard, plan.manifest.sequences)
-    passes = sequences * len(plan.scan.interventions)
-    if resources.replicas:
-        tell(words_of_passes(passes, plan.scan.n_ctx, None))
-        return None
-    # Imported here: who only draws heads needs no torch.
-    from headcount.workers.replica import Replica, resolve_device
+    count = sequences * len(plan.scan.interventions)
+    if not resources.replicas and passes.seconds is None:
+        # Imported here: who only draws heads needs no torch.
+        from headcount.workers.known_models import KnownModels
+        from headcount.workers.replica import Replica, resolve_device
 
-    models = KnownModels()
-    device = resolve_device(resources.device)
-    replica = Replica(plan.info, plan.scan, device, models.load)
-    tokens = plan.sequences.shard(0).tokens
-    in_batch = max(1, min(len(tokens), TIMED_TOKENS // plan.scan.n_ctx))
-    seconds = seconds_of(lambda count: replica.measure(tokens[:count]), in_batch)
-    tell(words_of_passes(passes, plan.scan.n_ctx, seconds))
-    return models
-
-
-def seconds_of(run: Callable[[int], object], sequences: int) -> float:
-    """How long a sequence takes if so many are run at a time, after one that warms up."""
-    run(1)
-    began = time.perf_counter()
-    run(sequences)
-    return (time.perf_counter() - began) / sequences
-
-
-def words_of_passes(passes: int, n_ctx: int, seconds: float | None) -> str:
-    """How many passes there will be, how long they take, and that they may be stopped."""
-    line = f"{passes:,} passes of {n_ctx:,} tokens"
-    if seconds is not None:
-        line += f", about {duration(passes * seconds)} by the time of the first"
-    return f"{line}; after Ctrl-C the same command goes on where it was"
+        with waiting(console, "loading the model"):
+            passes.models = KnownModels()
+            device = resolve_device(resources.device)
+            replica = Replica(plan.info, plan.scan, device, passes.models.load)
+            tokens = plan.sequences.shard(0).tokens
+            in_batch = max(1, min(len(tokens), TIMED_TOKENS // plan.scan.n_ctx))
+        with bar(console, "") as show:
+            words = "timing the first passes"
+            show(words, None)
+            replica.on_tokens = lambda done: show(f"{words}: {counted(done, 'token')}", None)
+            passes.seconds = seconds_of(lambda size: replica.measure(tokens[:size]), in_batch)
+    say(console, words_of_passes(count, plan.scan.n_ctx, passes.seconds, passes.later))
+    return passes.models
 
 
 def _set(fields: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,12 @@ scan has batches.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 from headcount.jobs.plan.plan import Plan
+from headcount.schemas.errors import counted
 from headcount.schemas.files.commit import Method
 from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.filled_tables import TABLES
@@ -21,13 +24,19 @@ from headcount.workers.shard import intervention_tables
 PATIENCE = 20.0  # seconds after which the search for a batch size ends where it is
 
 
+Tell = Callable[[str], None]
+
+
 @dataclass(frozen=True)
 class InterventionCost:
     """What one intervention takes."""
 
     method: Method  # how the scan will measure it
-    tokens_per_second: float  # of all replicas together
-    seconds: float  # for all sequences of the plan
+    tokens_per_second: float
+    """Of all replicas together, as far as this machine has cores for them; of one replica on the
+    device that stands in, if the scan's is not here.
+    """
+    seconds: float  # for all sequences of the plan, at that speed
 
 
 @dataclass(frozen=True)
@@ -47,9 +56,24 @@ class Cost:
     gpu_memory: int
 
     @property
+    def is_of_device(self) -> bool:
+        """Whether the scan's device was measured: the time of another one says nothing of it."""
+        return self.measured_on == self.device
+
+    @property
     def seconds(self) -> float:
         """Time of the whole scan."""
         return sum(cost.seconds for cost in self.interventions)
+
+    def of_sequences(self, before: int, sequences: int) -> "Cost":
+        """The cost of another run of a model of these sizes, with so many sequences."""
+        share = sequences / before
+        return replace(
+            self,
+            interventions=[replace(one, seconds=share * one.seconds) for one in self.interventions],
+            rows={name: round(share * count) for name, count in self.rows.items()},
+            bytes=round(share * self.bytes),
+        )
 
 
 def _devices(device: str) -> tuple[str, str]:
@@ -65,6 +89,27 @@ def threads_of(device: str, replicas: int) -> int | None:
     return max(1, available_cores() // replicas) if shares_cores else None
 
 
+def replicas_at_once(device: str, replicas: int) -> int:
+    """How many of some replicas work at a time where the cost is measured: each needs a core of its
+    own, or a GPU like that of this machine; of a device that is not here, one stands for nothing
+    but itself.
+
+    >>> replicas_at_once("cpu", 0), replicas_at_once("cpu", 10**6) == available_cores()
+    (1, True)
+    """
+    device, measured_on = _devices(device)
+    if device != measured_on:
+        return 1
+    most = available_cores() if device == "cpu" else replicas
+    return max(1, min(replicas, most))
+
+
+def has_same_sizes(one: ModelInfo, other: ModelInfo) -> bool:
+    """Whether two models cost the same: they differ in nothing but names and numbers."""
+    names = {"path": "", "name": "", "sha256": "", "files": (), "notes": ()}
+    return replace(one, **names) == replace(other, **names)
+
+
 class Rehearsal:
     """Measures what a scan will cost, settled for its device, which another machine may have."""
 
@@ -78,21 +123,26 @@ class Rehearsal:
             self.replica = Replica(info, scan, self.measured_on)
         self.settlement = settle(self.replica.model, scan, self.device)
 
-    def measure(self, plan: Plan) -> Cost:
+    def measure(self, plan: Plan, tell: Tell = lambda _: None) -> Cost:
         """Measure a batch of the plan's first shard under each intervention; write nothing.
 
-        With `batch_size = "auto"`, the size is searched under the first intervention, as in a scan.
+        `tell` is told which pass is made. With `batch_size = "auto"`, the size is searched under
+        the first intervention, as in a scan.
         """
         replica, shard = self.replica, plan.sequences.shard(0)
         sequences, shards = plan.manifest.sequences, plan.manifest.shards
         costs: list[InterventionCost] = []
         rows, sizes = dict.fromkeys(TABLES, 0.0), dict.fromkeys(TABLES, 0.0)
         with peak_memory(self.measured_on) as memory:
-            for intervention in plan.scan.interventions:
-                seconds, batch, measured = _measured_batch(replica, shard, intervention)
+            interventions = plan.scan.interventions
+            for number, intervention in enumerate(interventions, start=1):
+                of_all = f" ({number} of {len(interventions)})" if interventions[1:] else ""
+                tell_pass = partial(_tell, tell, f"{intervention}{of_all}: ")
+                seconds, batch, measured = _measured_batch(replica, shard, intervention, tell_pass)
                 in_batch = len(batch.tokens)
                 # Replicas read and write by themselves, so their speeds add up.
-                speed = batch.tokens.size / seconds * max(1, self.replicas)
+                speed = batch.tokens.size / seconds
+                speed *= replicas_at_once(self.device, self.replicas)
                 # Engines do not depend on the device. The precision does.
                 method = measured.method.model_copy(update={"precision": self.settlement.precision})
                 tokens = sequences * plan.scan.n_ctx
@@ -120,8 +170,16 @@ class Rehearsal:
         )
 
 
+def _tell(tell: Tell, before: str, words: str) -> None:
+    tell(f"{before}{words}")
+
+
+def _tell_share(tell: Tell, words: str, before: int, tokens: int, done: int) -> None:
+    tell(f"{words}{(done - before) / tokens:.0%}")
+
+
 def _measured_batch(
-    replica: Replica, shard: ShardInput, intervention: Intervention
+    replica: Replica, shard: ShardInput, intervention: Intervention, tell: Tell
 ) -> tuple[float, ShardInput, InterventionMeasurements]:
     """Seconds of a batch of a shard, the batch, and its measurements.
 
@@ -139,6 +197,10 @@ def _measured_batch(
             tokens = shard.tokens[:size]
             labels = None if shard.labels is None else shard.labels[:size]
             partner = None if shard.partner is None else shard.partner[:size]
+        words = f"pass {len(passes) + 1} of {counted(size, 'sequence')} at a time"
+        tell(words)
+        before = replica.tokens_measured
+        replica.on_tokens = partial(_tell_share, tell, f"{words}, ", before, tokens.size)
         began = time.perf_counter()
         measured = replica.measure(tokens, intervention, labels, partner)
         passes.append(time.perf_counter() - began)

@@ -35,6 +35,7 @@ from headcount.schemas.scans.overrides import field_of, override_fields
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
 from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.model.info.model_info import ModelInfo
 
 REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 """Fields that change no row; a manifest holds the values that were set last."""
@@ -44,6 +45,8 @@ PLACES = ("model", "tokenizer", *(f"input.{option}" for option in FILE_OPTIONS))
 
 SHARD_OPERATIONS = 3e12
 """What a shard takes at most on a CPU, if the scan does not say: a minute at 50 GFLOP/s."""
+
+LEAST_TOKENS = 512  # of a pass of such a shard
 
 SETTABLE = (*REMEMBERED, *PLACES)  # what may change when a run continues
 
@@ -58,6 +61,11 @@ class Plan(RunPlan):
     """What the corpus probably holds, if its tokens are not ready and only a cost is asked for.
     Then `sequences` are those of a sample.
     """
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the corpus is only estimated."""
+        return self.estimate is not None
 
     def write_corpus(self) -> None:
         """Keep with the run what it reads of its corpus, if it has one."""
@@ -182,14 +190,33 @@ def with_shards(
     if previous is not None:
         per_shard = int(previous.identity["scan"]["sequences_per_shard"])
     elif resources.on_cpu:
-        # Two for each weight, and a layer has about 12 d_model² weights.
-        operations = 2 * 12 * info.n_layers * info.d_model**2
-        sequences = SHARD_OPERATIONS / operations / scan.n_ctx / len(scan.interventions)
-        per_shard = min(per_shard, max(1, int(sequences)))
+        per_shard = min(per_shard, sequences_in_a_shard(scan, info, SHARD_OPERATIONS))
     shards = {"sequences_per_shard": per_shard}
     scan = resolved.sequences.scan = scan.model_copy(update=shards)
     identity = resolved.identity | {"scan": resolved.identity["scan"] | shards}
     return replace(resolved, scan=scan, identity=identity)
+
+
+def sequences_in_a_shard(scan: Scan, info: ModelInfo, most_operations: float) -> int:
+    """Sequences of a shard that takes no more than that, over all interventions; never so few that
+    a pass has only a few tokens, each of which would take longer.
+    """
+    operations = operations_of_token(scan, info) * scan.n_ctx * len(scan.interventions)
+    return max(1, LEAST_TOKENS // scan.n_ctx, int(most_operations / operations))
+
+
+def operations_of_token(scan: Scan, info: ModelInfo) -> float:
+    """What a token costs under one intervention, by the sizes of the model and of a sequence.
+
+    It is measured nowhere: a run on another machine must have the same shards.
+    """
+    # Two for each weight, and a layer has about 12 d_model² weights. A query sees half of the keys.
+    layer = 2 * 12 * info.d_model**2 + 2 * info.n_heads * info.d_head * scan.n_ctx
+    operations = scan.depth(info) * layer
+    if scan.kinds("after the pass") or scan.gradients:
+        operations += 2 * info.d_model * info.d_vocab
+    # The way back costs as much as two passes.
+    return operations * (3 if scan.gradients else 1)
 
 
 def _lacks_shards(run: RunDirectory, manifest: Manifest, scan: Scan) -> bool:

@@ -25,6 +25,11 @@ class RunPlan:
     has_new_index: bool = False  # whether the corpus grew, was mended or moved: a new record of it
 
     @property
+    def is_estimate(self) -> bool:
+        """Whether nobody knows yet how many sequences there are."""
+        return False
+
+    @property
     def tokens(self) -> int:
         """Tokens that go through the model, over all interventions."""
         return self.manifest.sequences * self.scan.n_ctx * len(self.scan.interventions)
@@ -33,6 +38,11 @@ class RunPlan:
     def shards_done(self) -> int:
         """How many shards are committed with all of their sequences."""
         return int(holds_whole_shard(self.manifest, self.run.commit_log(["stop"])).sum())
+
+    @property
+    def share_left(self) -> float:
+        """How much of the run is not committed, by shards."""
+        return 1 - self.shards_done / self.manifest.shards
 
     @property
     def notes(self) -> list[str]:
@@ -46,7 +56,8 @@ class RunPlan:
         notes += changed_versions(self.previous_manifest)
         previous, total = self.previous_manifest.sequences, self.manifest.sequences
         if total > previous:
-            notes.append(f"extended from {previous:,} to {counted(total, 'sequence')}")
+            about = "about " if self.is_estimate else ""
+            notes.append(f"grows from {previous:,} to {about}{counted(total, 'sequence')}")
         if self.requested_sequences < total:
             notes.append(
                 f"{counted(self.requested_sequences, 'sequence')} asked for, and the run has "

@@ -94,7 +94,7 @@ def measure_in_process(
     """Measure `shards` in turn; yields each commit and failure. SIGTERM ends it after a shard.
 
     `begin` is called once the replica is there, and before the first shard; `measured` with how
-    many tokens of a shard are measured, after each batch.
+    many tokens of a shard are measured, after each batch and within a long one.
     """
     device = resolve_device(resources.device)
     prepare_process(threads=resources.cores or None)
@@ -110,7 +110,7 @@ def measure_in_process(
         if shard in elsewhere:
             continue
         attempt = attempts.failed(shard) + 1
-        replica.after_batch = partial(measured, shard)
+        replica.on_tokens = partial(measured, shard)
         measured(shard, 0)
         try:
             outcome = committed_shard(plan.run, shard, int(plan.manifest.stops(shard)))

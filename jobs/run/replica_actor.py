@@ -97,7 +97,7 @@ class ReplicaActor:
         check_begun(begun_precisions(self.run), precision, run_id, resources.device)
         self.tags = {"run_id": run_id, "node": node_name()}
         self.in_hand: InHand | None = None
-        self.replica.after_batch = self._note_batch
+        self.replica.on_tokens = self._note_tokens
         self.leave_notice.is_loaded = True
 
     def ready(self) -> ReplicaPlace:
@@ -174,7 +174,7 @@ class ReplicaActor:
         TOKENS_MEASURED.tell(tokens, **self.tags)
         return measured
 
-    def _note_batch(self, tokens: int) -> None:
+    def _note_tokens(self, tokens: int) -> None:
         if self.in_hand is not None:
             self.in_hand = self.in_hand._replace(tokens=tokens)
 

@@ -123,6 +123,27 @@ def test_the_heads_with_the_highest_scores_lose_nothing(
         assert lines[1].endswith(" of the 2 chosen heads among them")
 
 
+def test_sentences_in_a_text_judge_a_model_that_recalls_no_random_needles():
+    every = "xffffff"[: 1 + 2 * 3]  # 8 KV heads in each of 3 layers
+    known = {f"needles 1 {every}": 0.125, f"repeats 1 {every}": 0.5}
+
+    def trial(n_ctx: int, recalled: float) -> HeadTrial:
+        answers = known | {f"text_needles 1 {every}": recalled}
+        return HeadTrial("bundled:gpt2-mini", 4, 16, n_ctx=n_ctx, sequences=2, known=answers)
+
+    able = trial(256, 0.75)
+    assert (able.n_kv_heads, len(able.kv_heads)) == (8, 24)
+    assert able.tasks == ("text_needles", "repeats")
+    (line,) = able.task_lines
+    assert line == (
+        "needles: with its whole cache the model recalls 0.125 of them, and 0.750 of sentences in "
+        "bundled:LICENSE, which judge instead"
+    )
+    assert trial(256, 0.25).tasks == ("repeats", "text")
+    # No sentence has room in so few tokens, so nobody is asked.
+    assert trial(48, 0.75).tasks == ("repeats", "text")
+
+
 def test_a_verdict_says_what_is_lost_and_what_cannot_be_told(llama: Path):
     """A model of random weights knows nothing with any cache."""
     trial = HeadTrial(str(llama), SINK, RECENT, sequences=3)

@@ -138,7 +138,7 @@ def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int
         assert "stopped; the same command continues the export where it stopped" in stderr
         assert stopped_code == 128 + stop
     # Not all is measured, and how much it would be was said.
-    assert "check: at most 2,584 passes of 48 tokens, about " in stderr
+    assert "check: at most 2,648 passes of 48 tokens, about " in stderr
     assert "step 3 of 5: what the model can do with its whole cache" in stderr
 
     # Another command must not replace it, and the same one needs no word more.

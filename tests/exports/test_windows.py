@@ -1,7 +1,7 @@
 """Layers and heads that get a sliding window: what they cost is what transformers says."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from headcount.exports.formats import export_formats
 from headcount.exports.formats.windows.window_choice import (
-    best_by_estimate,
+    ChoicePlan,
     cost,
     estimates_of,
+    grown,
     least_costly,
+    plan_of_choice,
+    pools,
 )
 from headcount.exports.shared.certainty import half_of
 from headcount.exports.shared.confirmation import documents_of
@@ -64,13 +67,56 @@ def test_documents_are_numbered_and_too_few_are_refused(tmp_path: Path):
         documents_of(few, 6)
 
 
-def test_the_least_costly_are_chosen_among_the_best_by_estimate():
-    estimates = np.array([[0.5, 0.5], [0.1, 0.3], [0, 0.2], [0.3, 0.3], [0.4, 0.4]])
-    assert best_by_estimate(estimates, 2) == [2, 1, 3, 4]
-    changes = np.array([[-9, -9], [0.5, 0.5], [0.25, 0.5], [0.25, 0.25], [np.nan, np.nan]])
-    # The first costs least, and its estimate is the worst. The last was not measured.
-    assert least_costly(estimates, changes, 2) == [2, 3]
-    assert least_costly(estimates, changes, 1) == [2]
+def test_candidates_are_added_by_what_they_cost_together():
+    singles = {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 9.0}
+    asked: list[list[frozenset[int]]] = []
+
+    def costs_of(sets: Sequence[Sequence[int]]) -> np.ndarray:
+        asked.append([frozenset(members) for members in sets])
+        # 1 and 3 do the same work: one of them may go, and not both.
+        return np.array([sum(singles[i] for i in s) + 50 * ({1, 3} <= {*s}) for s in sets])
+
+    ranking = least_costly([5, 4, 3, 2, 1, 0], np.array([9.0, 4, 3, 2, 1, 0]), 6)
+    assert ranking == [0, 1, 2, 3, 4, 5]
+    # Two of four come first alone. Then one of the next four, and one of the next three.
+    assert grown(ranking, 4, costs_of) == [0, 1, 2, 4]
+    assert asked == [
+        [frozenset({0, 1, index}) for index in (2, 3, 4, 5)],
+        [frozenset({0, 1, 2, index}) for index in (4, 5, 3)],
+    ]
+    asked.clear()
+    assert grown(ranking, 1, costs_of) == [0]
+    assert grown([3, 1], 2, costs_of) == [3, 1]
+    assert asked == []
+
+
+@pytest.mark.parametrize(("kept", "count"), [(30, 5), (30, 15), (6, 4), (4, 4), (1, 1), (90, 45)])
+def test_a_plan_knows_which_sets_are_measured(kept: int, count: int):
+    sizes: list[int] = []
+
+    def costs_of(sets: Sequence[Sequence[int]]) -> np.ndarray:
+        sizes.append(len(sets))
+        return np.zeros(len(sets))
+
+    chosen = grown(range(kept), count, costs_of)
+    assert len({*chosen}) == count
+    # All of the candidates are measured together at last, if that was no question.
+    last = [1] if kept == count > 1 else []
+    assert sizes + last == pools(kept, count)
+
+
+def test_all_are_measured_on_few_sequences_first_if_that_saves_passes():
+    documents = np.arange(16)
+    chooses = documents % 2 == 0
+    # 30 on 4 sequences, 15 on all; then 4 and 3 sets of sequences, each with the untouched model.
+    few = plan_of_choice(30, 5, documents, chooses)
+    assert few == ChoicePlan(4, 15, 4, 4 * 31 + 16 * 16 + 16 * 5 + 16 * 4)
+    # Half of them are chosen: three quarters would be measured twice.
+    half = plan_of_choice(30, 15, documents, chooses)
+    assert half == ChoicePlan(None, 30, 4, 16 * (31 + 15 + 7 + 4))
+    # A few sequences that are of one document choose nothing.
+    of_one = np.array([0] * 8 + list(range(1, 9)))
+    assert plan_of_choice(30, 5, of_one, of_one % 2 == 0).few is None
 
 
 def test_errors_are_over_documents():
@@ -191,7 +237,7 @@ def test_a_model_with_these_heads_behind_a_window_loses_what_the_file_says(home:
     chosen = [(layer, head) for layer, head in content["sliding_window_heads"]]
     assert len(chosen) == 2
     assert change(chosen) == pytest.approx(content["joint"]["delta_nll"], abs=1e-5)
-    assert len(content["heads"]) == 4
+    assert len(content["heads"]) == LAYERS * KV_HEADS
     for row in content["heads"]:
         assert change([(row["layer"], row["kv_head"])]) == pytest.approx(row["delta_nll"], abs=1e-5)
 

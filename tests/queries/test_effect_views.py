@@ -144,7 +144,7 @@ def test_a_run_without_effects_has_none_to_rank_and_none_to_calibrate(runs: Path
     (directory,) = runs.glob("run_id=other-*")
     assert open_runs(directory).records("head_effects") == []
     with pytest.raises(RunError, match="expected a run with effects"):
-        calibration_of(RunDirectory(directory), heads=2, sequences=2, draw=0)
+        calibration_of(RunDirectory(directory), heads=2, sequences=2, draw=0, on_cpu=True)
 
 
 def test_windows_as_long_as_the_sequences_are_no_effects_to_calibrate(
@@ -156,7 +156,7 @@ def test_windows_as_long_as_the_sequences_are_no_effects_to_calibrate(
     headcount.scan(fields, statistics=["effect_window(2,10)", "sink_mass"], quiet=True)
     (directory,) = tmp_path.glob("run_id=*")
     with pytest.raises(RunError, match=r"can measure on sequences of 12 tokens \(shorter windows"):
-        calibration_of(RunDirectory(directory), heads=2, sequences=2, draw=0)
+        calibration_of(RunDirectory(directory), heads=2, sequences=2, draw=0, on_cpu=True)
 
 
 # What people and other tools see

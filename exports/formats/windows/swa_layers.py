@@ -41,13 +41,17 @@ def swa_layers(
     """Layers whose queries can do with the last keys alone, chosen by measured losses.
 
     The file is JSON. `sliding_window_layers` are the chosen layers. `layers` are the candidates:
-    twice as many layers, those with the smallest sum of `effect_window` over their heads. Each has
-    been measured alone, in a run NAME-confirmation beside the first: `delta_nll` is the rise of the
-    loss in nats per token, beside its first-order `estimate`. Until then, the file is there with
-    the layers of the smallest estimates, and says that it is `unfinished`. `joint` is the rise if
-    all chosen layers have the window, and the sum of their single rises. Half of the documents
-    choose; all these numbers are of the others. `stability` says how far the choices of halves
-    agree.
+    all layers, or of more than 64 those with the smallest sum of `effect_window` over their heads,
+    64 or twice as many as are chosen. Each is measured alone, in runs NAME-confirmation beside the
+    first: `delta_nll` is the rise of the loss in nats per token, beside its first-order `estimate`.
+    If few layers are chosen, all are measured on a quarter of the sequences first, and the better
+    half on all; `documents` says on how many. Then half of the layers are those that cost least
+    alone, and the others are added in rounds, each by half of what is missing: those that cost
+    least together with what is chosen. Until all this is done, the file is there with the layers of
+    the smallest estimates, and says that it is `unfinished`. `joint` is the rise if all chosen
+    layers have the window, and the sum of their single rises. Half of the documents choose; all
+    these numbers are of the others. `stability` says how far halves agree on the layers that cost
+    least alone.
 
     A query sees its own key and the `window` - 1 before it, as in transformers, and the first
     `sink` keys. Windows of transformers have no first keys, so only with `sink` 0 the file has

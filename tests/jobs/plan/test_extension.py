@@ -125,7 +125,7 @@ def test_a_run_is_extended(
     whole_shards = first_size // SHARD_SIZE
     assert longer_plan.shards_done == whole_shards
     said = run_here(longer_plan)
-    assert f"extended from {first_size} to 11 sequences" in said[0]
+    assert f"grows from {first_size} to 11 sequences" in said[0]
     assert_rows(run, rows_of_whole_run(11))
     commits = list(run.commits())
     assert [(c.start, c.stop) for c in commits] == [(0, 3), (3, 6), (6, 9), (9, 11)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headcount.jobs.corpus import preparation
-from headcount.jobs.plan.cost import Rehearsal
+from headcount.jobs.plan.cost import Rehearsal, replicas_at_once
 from headcount.jobs.plan.plan import make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.resources import JOB_ADDRESS, Device, Resources
@@ -77,13 +77,35 @@ def test_the_command_says_what_will_run_and_leaves_no_run(
     assert (done.code, done.stderr) == (0, "")
     for words in (
         r"cuda, float16x2_linears, 4 replicas", r"This machine has no cuda",
-        r"measured on its cpu in float32", r"all .* about [\d.]+ ",
+        r"measured on its cpu in float32",
+        # The time of another device is no time of this one.
+        r"none +│ [\d,]+ tokens/s, fused", r"all +│ not known here",
         r"4,400 tokens of 201 documents are prepared", r"documents ┃ all ┃ used ┃ empty ┃",
     ):  # fmt: skip
         assert re.search(words, done.stdout), words
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["corpora"]
     assert plan_and_progress(fields)[1] == []
     assert "cpu, float32, in this process" in plan(scan).stdout
+
+
+def test_what_a_plan_measures_is_told_while_it_is_measured(tmp_path: Path):
+    fields = {
+        "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 64, "batch_size": 16,
+        "sequences_per_shard": 32, "out": str(tmp_path), "statistics": ["sink_mass"],
+        "interventions": ["none", "zero_head(0,1)"], "input": {"family": "uniform_random"},
+    }  # fmt: skip
+    plan = make_plan(parse_scan(fields), "toy")
+    told: list[str] = []
+    alone = Rehearsal(plan.scan, plan.info, "cpu").measure(plan, told.append)
+    passes = [f"pass {number} of 16 sequences at a time" for number in (1, 2, 3)]
+    names = "none (1 of 2)", "zero_head(0,1) (2 of 2)"
+    steps = [words for words in told if not words.endswith("%")]
+    assert steps == [f"{name}: {words}" for name in names for words in passes]
+    # Replicas that share the cores of a machine are no faster than the cores.
+    assert replicas_at_once("cpu", 16) == min(16, available_cores())
+    half = alone.of_sequences(64, 32)
+    assert half.seconds == pytest.approx(alone.seconds / 2)
+    assert half.rows["heads"] * 2 == alone.rows["heads"] == 64 * 2 * plan.info.n_layers * 8
 
 
 def test_a_large_corpus_is_estimated_by_its_first_portion(

@@ -87,7 +87,12 @@ def test_plan_and_submit_name_them(series: Path, tmp_path: Path):
     file = scan_file(tmp_path, f'model = "{series}/step*"')
     said = printed("plan", file, "--skip-duplicates").splitlines()
     assert said[:2] == [NAMED, "2 duplicates skipped"]
-    assert said[-1] == "This is the first of 2 checkpoints, which are a run each."
+    # Each of the two is priced, and a line has both.
+    rows = [line.split("  about ") for line in said[-3:]]
+    assert [len(row) for row in rows] == [3, 3, 3]
+    words = [row[0].split() for row in rows]
+    assert [Path(row[0]).name for row in words] == ["step2", "step10", "all"]
+    assert [row[2] for row in words[:2]] == ["1", "1"]
     assert not (tmp_path / "runs").exists()
     # Nothing listens there: what is said before is said before any job is made.
     result = ended("submit", file, "--address", "127.0.0.1:1")

@@ -11,7 +11,12 @@ from rich.console import Console
 
 from headcount.jobs import bars, phases
 from headcount.jobs.bars import bar, waiting
-from headcount.jobs.plan.plan import Plan, make_plan
+from headcount.jobs.plan.plan import (
+    Plan,
+    make_plan,
+    operations_of_token,
+    sequences_in_a_shard,
+)
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.measuring import measure_in_process
@@ -51,6 +56,32 @@ def test_each_batch_is_told_while_its_shard_is_measured(tmp_path: Path) -> None:
     ]
 
 
+def test_a_long_batch_is_told_by_the_layers_that_it_has_gone_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headcount.workers.engine.told_layers.TELL_SECONDS", 0.0)
+
+    def told_of(name: str, **changes: Any) -> list[int]:
+        told: list[int] = []
+        plan = plan_of(tmp_path / name, sequences=3, batch_size=3, **changes)
+        resources = Resources(0, 1, "cpu")
+        list(
+            measure_in_process(
+                plan,
+                np.array([0]),
+                resources,
+                measured=lambda _, tokens: told.append(tokens),
+            )
+        )
+        return told
+
+    # Three sequences of 8 tokens go through two layers, of which the last ends with its attention.
+    assert told_of("forward") == [0, 12, 24, 36, 48]
+    # The way back through a layer is twice the way forward.
+    effects = {"statistics": ["effect_mean"], "interventions": ["none"]}
+    assert told_of("backward", **effects) == [0, 4, 8, 16, 24, 24]
+
+
 def test_what_a_failed_shard_has_measured_is_taken_back() -> None:
     now = [100.0]
     shown: list[tuple[str, float | None]] = []
@@ -80,6 +111,24 @@ def test_lines_keep_coming_where_nothing_is_told(monkeypatch: pytest.MonkeyPatch
     assert set(text.getvalue().splitlines()) == {"tokens: 4 of 8"}
 
 
+def test_short_bars_one_after_another_are_not_silent_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [time.monotonic() + 3600]
+    monkeypatch.setattr("headcount.jobs.bars.time.monotonic", lambda: now[0])
+    text = io.StringIO()
+    console = Console(file=text, width=80)
+    for words in ("starting", "planning", "loading"):
+        with waiting(console, words):
+            now[0] += bars.QUIET_SECONDS - 1
+    assert text.getvalue() == "loading\n"
+    # Another command, an hour later, is silent for as long.
+    now[0] += 3600
+    with waiting(console, "starting"):
+        now[0] += bars.QUIET_SECONDS - 1
+    assert text.getvalue() == "loading\n"
+
+
 def test_status_counts_what_is_in_hand(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, sequences_per_shard=4)
     with phases.taken():
@@ -100,12 +149,15 @@ def test_a_default_shard_is_about_a_minute_of_a_cpu_and_stays_that_of_its_run(
 ) -> None:
     small = plan_of(tmp_path, sequences=300)
     assert small.scan.sequences_per_shard == 256
-    monkeypatch.setattr("headcount.jobs.plan.plan.SHARD_OPERATIONS", 2e7)
-    # 24 operations for each of 2 layers and 128² weights, 8 tokens, 2 interventions.
+    monkeypatch.setattr("headcount.jobs.plan.plan.SHARD_OPERATIONS", 2e9)
+    # In each of 2 layers 24 operations for each of 128² weights, and 2 · 128 for each of 8 tokens.
     large = plan_of(tmp_path / "other", sequences=300)
-    width = large.info.d_model
-    per_shard = int(2e7 / (24 * 2 * width**2) / 8 / 2)
-    assert 1 <= per_shard < 256
+    assert large.info.d_model == large.info.n_heads * large.info.d_head == 128
+    one_token = 2 * (24 * 128**2 + 2 * 128 * 8)
+    per_shard = int(2e9 / (one_token * 8 * 2))
+    assert 512 // 8 < per_shard < 256
+    # A pass never has less than 512 tokens, if there are as many.
+    assert sequences_in_a_shard(large.scan, large.info, 2e7) == 512 // 8
     assert large.scan.sequences_per_shard == per_shard
     assert large.manifest.identity["scan"]["sequences_per_shard"] == per_shard
     # The run that was begun elsewhere keeps its shards, and a scan that names them has them.
@@ -113,3 +165,9 @@ def test_a_default_shard_is_about_a_minute_of_a_cpu_and_stays_that_of_its_run(
     assert (again.run.run_id, again.scan.sequences_per_shard) == (small.run.run_id, 256)
     named = plan_of(tmp_path / "named", sequences_per_shard=100)
     assert named.scan.sequences_per_shard == 100
+    # A loss needs the unembedding, and an effect the way back: both make a shard shorter.
+    info, scan = large.info, parse_scan(FIELDS | {"predictions": ["loss"]})
+    unembedding = 2 * 128 * info.d_vocab
+    assert operations_of_token(scan, info) == one_token + unembedding
+    scan = parse_scan(FIELDS | {"statistics": ["effect_mean"]})
+    assert operations_of_token(scan, info) == 3 * (one_token + unembedding)
