@@ -1,4 +1,4 @@
-"""Two public models against their own patterns, as transformers builds them in float64.
+"""Two public models: what their files say, and their patterns as transformers builds them.
 
 `make real` fetches them; where they are not, there is nothing to compare.
 """
@@ -12,21 +12,43 @@ import pytest
 import torch
 
 from headcount.queries.ask.asking import open_runs
+from headcount.workers.model.info.description import describe
 from tests.toys.commands import printed
 
 FOLDER = Path(os.environ.get("HEADCOUNT_REAL", "."))
 SEQUENCES, N_CTX, PERIOD = 2, 81, 40
 STATISTICS = ["sink_mass", "previous_token_score", "induction_score", "entropy", "value_norm"]
 
+SMOLLM2, GEMMA = "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m.Q4_K_M.gguf"
+
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m.Q4_K_M.gguf"])
+@pytest.fixture(params=[SMOLLM2, GEMMA])
+def name(request: pytest.FixtureRequest) -> str:
+    """A public model that lies there."""
+    if not (FOLDER / request.param).exists():
+        pytest.skip(f"{FOLDER / request.param} is not there; make real fetches it")
+    return request.param
+
+
+def test_a_public_model_begins_as_in_its_training_and_says_what_its_file_has_lost(name: str):
+    info = describe(FOLDER / name)
+    evidence = {
+        SMOLLM2: "its tokenizer puts none before a text, and it does not end texts",
+        GEMMA: "its tokenizer puts it before every text",
+    }
+    assert info.bos.evidence == evidence[name]
+    assert info.begins_with_bos("auto") == (name == GEMMA)
+    formats = {SMOLLM2: "Q4_1 (tensors: 210 Q4_1, 61 F32, 1 Q8_0)", GEMMA: "Q4_K_M (tensors: "}
+    assert f"the weights are those of a GGUF file, {formats[name]}" in info.notes[0]
+    lost = "its tokenizer (smollm) has lost the step that splits off digits: "
+    assert [note.startswith(lost) for note in info.notes[1:]] == [True] * (name == SMOLLM2)
+
+
 def test_rows_of_a_public_model_are_its_own_patterns(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    if not (FOLDER / name).exists():
-        pytest.skip(f"{FOLDER / name} is not there; make real fetches it")
     scan = tmp_path / "real.toml"
     scan.write_text('[input]\nfamily = "repeated_random"\ndistinct = true\n')
     fields = {

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from headcount import app
 from headcount.jobs.plan.plan import Plan, make_plan
-from headcount.queries.report.report import _input_words
+from headcount.queries.answers.page_runs import _input_words
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.model.info.description import describe
