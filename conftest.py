@@ -1,6 +1,7 @@
 """What holds for every process that tests: how it computes, and how it ends."""
 
 import os
+import sys
 from datetime import date
 from typing import Any
 
@@ -42,3 +43,10 @@ def _doctest_names(request: pytest.FixtureRequest, doctest_namespace: dict[str, 
         from tests.tools.doctest_names import NAMES
 
         doctest_namespace |= NAMES
+
+
+@pytest.fixture(autouse=True)
+def _no_bar_before() -> None:
+    """What a test tells does not go on with what another one told."""
+    if bars := sys.modules.get("headcount.jobs.bars"):
+        bars.begin_command()

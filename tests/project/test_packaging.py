@@ -233,7 +233,7 @@ def python_files(*names: str) -> list[Path]:
 
 USERS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("headcount/__init__.py", "headcount/commands.py", "schemas", "queries"), ("notebook",)),
-    (("workers", "jobs", "reproduce", "models"), ("scan",)),
+    (("workers", "jobs", "reproduce", "models"), ("scan", "gguf")),
     (("exports",), ("export",)),
     (TESTING, ("scan", "dev")),
 ]

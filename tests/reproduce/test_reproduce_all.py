@@ -154,7 +154,7 @@ def test_a_model_is_read_once_and_an_override_of_one_scan_leaves_others_alone(
     monkeypatch.setattr(known_models, "describe", describe)
     monkeypatch.setattr(known_models, "load_model", load)
     # Nothing else may describe the model.
-    monkeypatch.setattr("headcount.jobs.plan.resolved_scan.describe", None)
+    monkeypatch.setattr("headcount.jobs.plan.resolved_scan.described", None)
     (folder / "a.toml").write_text(replication_file(3))
     (folder / "b.toml").write_text(replication_file(3, SCANS.replace("longer", "own")))
     exit_code, output, _ = reproduce("--all", "--model", gpt2, "--set", "own.sequences=3")

@@ -8,7 +8,7 @@ from typing import TextIO
 import pytest
 
 import headcount.command_line
-from headcount.jobs import endings
+from headcount.jobs import bars, endings
 from tests.tools.processes import Ended, kept_endings
 
 
@@ -24,6 +24,7 @@ def ended(
     `columns` is how wide its terminal would be. A test may want to see what goes to a terminal.
     """
     stdout, stderr = BytesIO(), BytesIO()
+    bars.begin_command()
     with (
         pytest.MonkeyPatch.context() as patch,
         kept_endings(),
