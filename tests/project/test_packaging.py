@@ -156,8 +156,9 @@ def run_in(directory: Path, *words: str | Path, said: str = "") -> str:
 
 
 SCANNED = (
-    r"((?:starting\n|planning\n)*\S+: [\d,]+ tokens, \d+ shards?, 0 of them done\n"
-    r"(?:planning\n|loading the model\n|[\d,]+ of [\d,]+ tokens, .*\n)*"
+    r"((?:starting\n|planning\n|preparing tokens: .*\n)*"
+    r"\S+: [\d,]+ tokens, \d+ shards?, 0 of them done\n"
+    r"(?:planning\n|loading the model\n|[\d,]+ of [\d,]+ tokens.*\n)*"
     r"[\d,]+ tokens in .*\n)"
 )
 """What a scan says of one run, and what it does and how far it is, if it takes long."""
@@ -197,7 +198,10 @@ def test_the_wheel_works_in_an_empty_environment(installed: Path, tmp_path: Path
 # What is declared
 
 
-ELSEWHERE = {ROOT / "tests" / tool / "compare.py" for tool in ("kvpress", "vllm")}
+ELSEWHERE = {
+    *(ROOT / "tests" / tool / "compare.py" for tool in ("kvpress", "vllm")),
+    ROOT / "benchmarks" / "real_models" / "passkeys.py",
+}
 """What runs in environments of its own."""
 
 
