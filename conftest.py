@@ -49,4 +49,4 @@ def _doctest_names(request: pytest.FixtureRequest, doctest_namespace: dict[str, 
 def _no_bar_before() -> None:
     """What a test tells does not go on with what another one told."""
     if bars := sys.modules.get("headcount.jobs.bars"):
-        bars.begin_command()
+        bars._Lines.last_end = 0.0

@@ -46,11 +46,6 @@ def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
         yield show
 
 
-def begin_command() -> None:
-    """Begin the lines anew: what comes is of another command in this process."""
-    _Lines.last_end = 0.0
-
-
 class _Lines:
     """The lines of a bar where the console is not a terminal."""
 

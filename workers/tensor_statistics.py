@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -64,27 +63,17 @@ def attention_statistics(
     with torch.no_grad():
         matches = {} if tokens is None else find_matches(tokens)
         questions: set[Question] = {ENTROPY, *matches}
-        pattern = FusedPattern(q, k, v, facts, matches, questions, _number_format(q))
-        values = _OfTensors({"pattern": pattern, "q": q, **matches, "tokens": tokens}, k, v)
+        number_format = str(q.dtype).removeprefix("torch.")
+        pattern = FusedPattern(q, k, v, facts, matches, questions, number_format)
+        group = q.shape[1] // k.shape[1]
+        by_head = {"q": q, "z": pattern.z}
+        by_head |= {"k": k.repeat_interleave(group, 1), "v": v.repeat_interleave(group, 1)}
+        # Statistics read positions before heads.
+        values: dict[str, Any] = {name: tensor.transpose(1, 2) for name, tensor in by_head.items()}
+        values |= {"pattern": pattern, "tokens": tokens, **matches}
         ids = torch.zeros_like(q[:, 0, :, 0], dtype=torch.int64) if tokens is None else tokens
-        uniform = {"pattern": uniform_pattern(matches, ids, window), **matches, "tokens": tokens}
+        uniform = values | {"pattern": uniform_pattern(matches, ids, window)}
         return {formula.name: _value(formula, values, uniform, q) for formula in chosen}
-
-
-class _OfTensors(UserDict[str, Any]):
-    """What statistics read, in their order of axes; keys and values are repeated when asked for."""
-
-    def __init__(self, values: dict[str, Any], k: Tensor, v: Tensor) -> None:
-        super().__init__(values | {"k": k, "v": v, "z": None})
-
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 (a tensor, a pattern or pairs)
-        pattern: FusedPattern = self.data["pattern"]
-        if name == "z":
-            return pattern.z.transpose(1, 2)
-        value = self.data[name]
-        if name in ("k", "v"):
-            value = value.repeat_interleave(pattern.q.shape[1] // value.shape[1], dim=1)
-        return value.transpose(1, 2) if name in OF_TENSORS - {"pattern"} else value
 
 
 def _chosen(names: str | Sequence[str], readable: frozenset[str]) -> list[Formula]:
@@ -104,7 +93,10 @@ def _chosen(names: str | Sequence[str], readable: frozenset[str]) -> list[Formul
     return list(chosen)
 
 
-def _value(formula: Formula, values: _OfTensors, uniform: dict[str, Any], q: Tensor) -> Tensor:
+def _value(
+    formula: Formula, values: Mapping[str, Any], uniform: Mapping[str, Any], q: Tensor
+) -> Tensor:
+    """A statistic `[batch head]`, NaN where it is undefined."""
     value = defined_or_nan(formula, values)
     if formula.defined is not None:
         is_defined = where_defined(formula, uniform, q[:, 0, 0, 0])
@@ -113,10 +105,6 @@ def _value(formula: Formula, values: _OfTensors, uniform: dict[str, Any], q: Ten
         raise MeasureError(f"{formula.text}: not a number; expected q, k and v that are finite")
     # What all heads share comes without their axis.
     return value if value.dim() == 2 else value[:, None].expand(-1, q.shape[1])
-
-
-def _number_format(q: Tensor) -> str:
-    return "float64" if q.dtype == torch.float64 else "float32"
 
 
 def _check_shapes(

@@ -24,7 +24,8 @@ def ended(
     `columns` is how wide its terminal would be. A test may want to see what goes to a terminal.
     """
     stdout, stderr = BytesIO(), BytesIO()
-    bars.begin_command()
+    # What it tells does not go on with what another command told in this process.
+    bars._Lines.last_end = 0.0
     with (
         pytest.MonkeyPatch.context() as patch,
         kept_endings(),
