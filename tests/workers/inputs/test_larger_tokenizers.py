@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.schemas.errors import ModelError, ScanError
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.toys import toy_models as toy
+from tests.toys.commands import error_of, printed
 from tests.toys.refusals import refused
 
 TEXTS = ["no picture here at all", "a <pic> and more text", "spelled out: <img>, that is text"]
@@ -47,27 +46,22 @@ def test_only_texts_with_a_token_beyond_the_model_are_left_out(
     tmp_path: Path, shuffle: bool
 ) -> None:
     save_model(tmp_path / "m")
-    file = str(scan_file(tmp_path, bad_rows=0.5, input={"shuffle": shuffle}))
+    file = scan_file(tmp_path, bad_rows=0.5, input={"shuffle": shuffle})
     # An estimate counts it, too.
-    planned = CliRunner().invoke(app, ["plan", file])
-    assert planned.exit_code == 0, planned.output
-    scanned = CliRunner().invoke(app, ["scan", file, "--replicas", "0"])
-    assert scanned.exit_code == 0, scanned.output
-    told = " ".join(scanned.output.split())
+    printed("plan", file)
+    told = " ".join(printed("scan", file, "--replicas", 0).split())
     assert "1 bad row left out: " in told
     assert "texts.jsonl, line 2 (token 257 (<pic>) is none of the model's)" in told
     # A special token is text, and is counted.
     assert "Texts spell out special tokens, which stay text (<img> in 1)" in told
     (manifest,) = (tmp_path / "runs").glob("run_id=*/manifest.json")
     assert json.loads(manifest.read_text())["sequences"] == 2
-    again = CliRunner().invoke(app, ["scan", file, "--replicas", "0"])
-    assert again.exit_code == 0, again.output
+    printed("scan", file, "--replicas", 0)
 
 
 def test_more_such_texts_than_bad_rows_allows_are_refused_by_name(tmp_path: Path) -> None:
     save_model(tmp_path / "m")
-    refusal = CliRunner().invoke(app, ["scan", str(scan_file(tmp_path)), "--replicas", "0"])
-    told = " ".join(str(refusal.exception or refusal.output).split())
+    told = " ".join(error_of("scan", scan_file(tmp_path), "--replicas", 0).split())
     assert "1 of 3 documents are bad, more than bad_rows = 0.01" in told
     assert "line 2 (token 257 (<pic>) is none of the model's)" in told
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.manifest import Manifest
 from headcount.workers.inputs.sequences import Sequences
@@ -17,6 +15,7 @@ from headcount.workers.model.info.description import describe, find_model, find_
 from headcount.workers.model.info.gguf_file import read_gguf
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.toys import toy_models as toy
+from tests.toys.commands import error_of, printed
 from tests.toys.gguf_files import write_gguf
 from tests.toys.refusals import refused
 from tests.workers.model.test_trained_bos import write_tokenizer
@@ -118,10 +117,9 @@ def test_scan_plan_doctor_and_manifest_say_the_quantisation(gguf: Path, tmp_path
     file = tmp_path / "toy.toml"
     fields = f'model = "{gguf}"\nn_ctx = 12\nsequences = 4\nout = "{tmp_path}/runs"\n'
     file.write_text(fields + f'[input]\nfamily = "pile"\nfiles = "{texts}"\n')
-    for words in (["doctor", "--model", str(gguf)], ["plan", str(file)], ["scan", str(file)]):
-        answer = CliRunner().invoke(app, words)
-        assert answer.exit_code == 0, answer.output
-        assert "a GGUF file, F32 (tensors: 21 F32)" in " ".join(answer.output.split())
+    for words in (["doctor", "--model", gguf], ["plan", file], ["scan", file]):
+        told = " ".join(printed(*words).split())
+        assert "a GGUF file, F32 (tensors: 21 F32)" in told
     (path,) = (tmp_path / "runs").glob("run_id=*/manifest.json")
     manifest = Manifest.model_validate_json(path.read_text())
     assert manifest.model["quantisation"] == "F32 (tensors: 21 F32)"
@@ -129,10 +127,7 @@ def test_scan_plan_doctor_and_manifest_say_the_quantisation(gguf: Path, tmp_path
     assert manifest.identity["tokenizer"] == TextTokenizer(gguf, 258).fingerprint
     # A moved file is the same model.
     gone = Path(shutil.copy(gguf, tmp_path / "moved.gguf"))
-    again = CliRunner().invoke(
-        app, ["resume", str(path.parent), "--set", f"model={json.dumps(str(gone))}"]
-    )
-    assert again.exit_code == 0, again.output
+    printed("resume", path.parent, "--set", f"model={json.dumps(str(gone))}")
 
 
 @pytest.mark.parametrize(("fields", "is_first"), [
@@ -187,11 +182,9 @@ def test_a_tokenizer_of_another_place_belongs_to_the_run(
     file = tmp_path / "toy.toml"
     fields = f'model = "{checkpoint}"\nn_ctx = 12\nsequences = 4\nout = "{tmp_path}/runs"\n'
     file.write_text(fields + f'[input]\nfamily = "pile"\nfiles = "{texts}"\n')
-    run = CliRunner().invoke
-    assert "no tokenizer files" in str(run(app, ["scan", str(file)]).exception)
+    assert "no tokenizer files" in error_of("scan", file)
     for tokenizer in (llama, gguf):
-        answer = run(app, ["scan", str(file), "--set", f"tokenizer={json.dumps(str(tokenizer))}"])
-        assert answer.exit_code == 0, answer.output
+        printed("scan", file, "--set", f"tokenizer={json.dumps(str(tokenizer))}")
     paths = sorted((tmp_path / "runs").glob("run_id=*/manifest.json"))
     manifests = [Manifest.model_validate_json(path.read_text()) for path in paths]
     expected = {str(path): TextTokenizer(path, 258).fingerprint for path in (llama, gguf)}
@@ -200,8 +193,7 @@ def test_a_tokenizer_of_another_place_belongs_to_the_run(
     # BOS is that of the tokenizer, and so is whether it is put first.
     assert {each.identity["model"]["bos_token_id"] for each in manifests} == {256}
     assert all("its tokenizer puts none" in each.model["bos"]["evidence"] for each in manifests)
-    resumed = run(app, ["resume", str(paths[0].parent)])
-    assert resumed.exit_code == 0, resumed.output
+    printed("resume", paths[0].parent)
 
 
 def test_a_tokenizer_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:

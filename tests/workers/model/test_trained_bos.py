@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from headcount import app
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.queries.answers.page_runs import _input_words
 from headcount.schemas.files.manifest import Manifest
@@ -15,6 +13,7 @@ from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.info.trained_bos import PREPENDS_NONE
 from tests.toys import toy_models as toy
+from tests.toys.commands import printed
 
 BOS_EOS = {"bos_token": "<s>", "eos_token": "</s>"}
 LLAMA = {"model_type": "llama", "bos_token_id": 256, "eos_token_id": 257}
@@ -144,18 +143,15 @@ def test_plan_scan_doctor_and_manifest_say_how_sequences_begin_and_why(tmp_path:
     file = tmp_path / "toy.toml"
     fields = f'model = "{model}"\nn_ctx = 8\nsequences = 2\nout = "{tmp_path}/runs"\n'
     file.write_text(fields + '[input]\nfamily = "uniform_random"\n')
-    run = CliRunner().invoke
-    doctor = run(app, ["doctor", "--model", str(model)]).output
+    doctor = printed("doctor", "--model", model)
     assert f"sequences begin with BOS, token 256: {evidence}" in " ".join(doctor.split())
-    scanned = run(app, ["scan", str(file), "--replicas", "0"])
-    assert scanned.exit_code == 0, scanned.output
-    assert "although" not in scanned.output
-    against = run(app, ["scan", str(file), "--replicas", "0", "--set", "bos=false"])
+    assert "although" not in printed("scan", file, "--replicas", 0)
+    against = printed("scan", file, "--replicas", 0, "--set", "bos=false")
     told = f"sequences begin without BOS, token 256, although {evidence}"
-    assert told in " ".join(against.output.split())
-    runs = str(tmp_path / "runs")
-    rows = run(app, ["query", runs, "SELECT bos, bos_evidence FROM runs", "--format", "csv"])
-    assert {*rows.output.split("\n")} >= {f"{bos},{evidence}" for bos in (True, False)}
+    assert told in " ".join(against.split())
+    sql = "SELECT bos, bos_evidence FROM runs"
+    rows = printed("query", tmp_path / "runs", sql, "--format", "csv")
+    assert {*rows.splitlines()} >= {f"{bos},{evidence}" for bos in (True, False)}
     manifests = [
         Manifest.model_validate_json(path.read_text())
         for path in (tmp_path / "runs").glob("run_id=*/manifest.json")
