@@ -124,6 +124,7 @@ def setting_of_scan(scan: Scan, info: "ModelInfo", destination: Place) -> Settin
     return Setting(
         model=scan.model,
         revision=scan.revision,
+        tokenizer=scan.tokenizer,
         adapter=scan.adapter,
         n_ctx=scan.n_ctx,
         bos=info.begins_with_bos(scan.bos),

@@ -216,6 +216,7 @@ class ExportRequest:
             sink,
             recent,
             revision=setting.revision,
+            tokenizer=setting.tokenizer,
             adapter=setting.adapter,
             n_ctx=setting.n_ctx,
             sequences=self.check_sequences or DEFAULT_SEQUENCES,

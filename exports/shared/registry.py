@@ -162,6 +162,7 @@ class Setting:
 
     model: str  # a Hub id, a directory or bundled:NAME
     revision: str | None
+    tokenizer: str | None  # another one than the model's own
     adapter: "AdapterChoice"  # what becomes of an adapter in the model's directory
     n_ctx: int
     bos: bool

@@ -118,15 +118,21 @@ class ExportSource:
         """The same as it is known of a run that is only planned."""
         manifest, run = self.opened.manifest, self.run
         layers = manifest.model.get("attention_layers") or range(run["n_layers"])
-        model = run["model"]
-        if "model" in manifest.places:
+        scan = manifest.identity["scan"]
+
+        def name_of(field: str) -> str | None:
+            name = scan.get(field)
+            if field not in manifest.places:
+                return name
             # A relative name is meant from where the run was begun, if that is there.
             begun_in = manifest.begun_in if os.path.isdir(manifest.begun_in) else ""
-            model = os.path.join(begun_in, os.path.expanduser(model))
+            return os.path.join(begun_in, os.path.expanduser(name))
+
         return Setting(
-            model=model,
-            revision=manifest.identity["scan"].get("revision"),
-            adapter=manifest.identity["scan"].get("adapter", "refuse"),
+            model=name_of("model") or run["model"],
+            revision=scan.get("revision"),
+            tokenizer=name_of("tokenizer"),
+            adapter=scan.get("adapter", "refuse"),
             n_ctx=run["n_ctx"],
             bos=run["bos"],
             input_options=self.input_options,

@@ -8,7 +8,7 @@ import pytest
 
 from headcount.exports.shared.registry import ranked
 from headcount.schemas.errors import ScanError
-from headcount.workers.head_check import HeadTrial, verdict
+from headcount.workers.head_check import Answers, HeadTrial, verdict
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.description import describe
 from tests.reference.reference_changes import run_changed
@@ -90,7 +90,7 @@ def test_a_check_that_would_say_nothing_is_refused(
 
 @pytest.mark.parametrize(("name", "fewest", "most", "cache_percent"), [
     # Two of its heads attend to no copy, and are found by what a repeat changes in them.
-    pytest.param("gpt2-mini", 7, 10, 52, marks=pytest.mark.long),
+    pytest.param("gpt2-mini", 4, 7, 52, marks=pytest.mark.long),
     ("needle-mini", 2, 2, 30),
     pytest.param("llama-mini", 1, 1, 21, marks=pytest.mark.long),
 ])  # fmt: skip
@@ -111,7 +111,8 @@ def test_the_heads_with_the_highest_scores_lose_nothing(
     full, with_chosen, *random, nothing = table.to_pylist()
     assert full["recall"] > 0.95
     assert with_chosen["recall"] >= 0.98 * full["recall"]
-    assert with_chosen["loss_after_repeats"] <= 1.02 * full["loss_after_repeats"]
+    without, whole = nothing["loss_after_repeats"], full["loss_after_repeats"]
+    assert with_chosen["loss_after_repeats"] <= whole + 0.02 * (without - whole)
     assert with_chosen["cache_percent"] < cache_percent
     for row in [*random, nothing]:
         assert row["recall"] < 0.9 * full["recall"], row
@@ -142,6 +143,25 @@ def test_sentences_in_a_text_judge_a_model_that_recalls_no_random_needles():
     assert trial(256, 0.25).tasks == ("repeats", "text")
     # No sentence has room in so few tokens, so nobody is asked.
     assert trial(48, 0.75).tasks == ("repeats", "text")
+
+
+def test_another_tokenizer_reads_the_text_that_judges(tmp_path: Path):
+    model = toy.save_model(tmp_path / "llama", toy.family("LlamaConfig", vocab_size=300))
+    trial = HeadTrial(str(model), SINK, RECENT, sequences=2)
+    assert trial.tasks == ()
+    trial = HeadTrial(str(model), SINK, RECENT, tokenizer="bundled:llama-mini", sequences=2)
+    assert trial.tasks == ("text",)
+
+
+def test_a_loss_may_rise_by_a_share_of_what_whole_heads_lower_it():
+    full, none = Answers(recall=1.0, loss=0.01), Answers(recall=0.5, loss=1.01)
+    assert Answers(loss=0.03).loses_nothing(full, none)
+    assert not Answers(loss=0.0301).loses_nothing(full, none)
+    assert Answers(recall=0.98, loss=0.01).loses_nothing(full, none)
+    assert not Answers(recall=0.979, loss=0.01).loses_nothing(full, none)
+    # Where no head whole is as good as all of them, none may be worse than these.
+    alike = Answers(loss=0.01)
+    assert (alike.loses_nothing(full, alike), none.loses_nothing(full, alike)) == (True, False)
 
 
 def test_a_verdict_says_what_is_lost_and_what_cannot_be_told(llama: Path):
