@@ -24,6 +24,14 @@ def default_of(view: str, parameter: str) -> float:
     return float(read_queries(QUERIES)[view].parameter(parameter).default or "nan")
 
 
+def without_folder(text: str) -> str:
+    """A name without its place: a page is sent to others, whom the folders of this machine do not
+    concern.
+    """
+    is_place = text.startswith("/") or "://" in text
+    return text.rstrip("/").rpartition("/")[2] if is_place else text
+
+
 def rankings() -> Header:
     """By statistic the view that ranks heads by it, and its threshold."""
     return {
@@ -152,4 +160,6 @@ class Dormant(Query):
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each combination."""
         thresholds = {name: default_of(DORMANT, name) for name in ("least_induction", "least_sink")}
-        return Answer({"rows": tables[0].to_pylist() if tables else [], **thresholds})
+        rows = tables[0].to_pylist() if tables else []
+        rows = [row | {"model": without_folder(row["model"])} for row in rows]
+        return Answer({"rows": rows, **thresholds})

@@ -44,11 +44,11 @@ export function number(x) {
   );
 }
 
-// A number of an axis: short, because its neighbours say the rest.
 // A number below which none says more.
 export const smallText = (x) =>
   !isUndefined(x) && x > 0 && x < SMALLEST ? `< ${SMALLEST}` : number(x);
 
+// A number of an axis: short, because its neighbours say the rest.
 function tickText(x) {
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
@@ -80,6 +80,15 @@ function decadeTicks(low, high) {
   const ticks = powers.flatMap((power) => digits.map((digit) => Number(`${digit}e${power}`)));
   const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
   return inside.length > 1 ? inside : roundTicks(low, high, 4);
+}
+
+export const MOST_WIDTH = 620; // Of a figure.
+
+// Fills a place with elements, and then the plot of each with a figure as wide as it has become.
+export function fillAndDraw(place, cards) {
+  place.replaceChildren(...cards.map(({ element }) => element));
+  for (const { plot, draw } of cards)
+    plot?.append(draw(Math.min(plot.clientWidth, MOST_WIDTH)));
 }
 
 // The drawing area of a figure: its parts are placed in units of about a pixel.
