@@ -74,6 +74,7 @@ class PageRuns:
         self._runs = database.runs
         self._records = database.records("FROM runs ORDER BY run_id")
         self._shown = shown_runs(self._records)
+        self._rankings = rankings(database)
         self.statistics = database.records(
             f"SELECT {STATISTIC_FACTS} FROM statistics ORDER BY name"
         )
@@ -242,6 +243,7 @@ class PageRuns:
                     "n_heads": facts.heads,
                     "subsets": self.subsets(facts.run_id),
                     "first_statistics": first_statistics(facts.statistics),
+                    "rankings": self._rankings.get(facts.run_id, {}),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
                     "has_curves": bool(facts.profiles or facts.kept_curves),
@@ -252,7 +254,6 @@ class PageRuns:
             "runs": runs,
             "statistics": self.statistics,
             "damage": self.database.damage(),
-            "rankings": rankings(),
         }
 
     def _ends(

@@ -25,6 +25,7 @@ from headcount.queries.answers.loss_effects import shown_runs
 from headcount.queries.answers.numbers import COUNTS, NUMBERS
 from headcount.queries.answers.page_queries import Answer, Heatmap, Histograms, Scope, Subsets
 from headcount.queries.answers.page_runs import PageRuns, _input_words
+from headcount.queries.answers.run_details import rankings
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import packed, unpacked
@@ -459,6 +460,24 @@ def test_checkpoints_stand_in_the_order_of_training() -> None:
     steps = enumerate([1000, 0, 200])
     rows = [{"run_id": f"ck-{i}", "name": "ck", "step": at, "calibrates": None} for i, at in steps]
     assert [row["step"] for row in shown_runs(rows)] == [0, 200, 1000]
+
+
+def test_a_page_holds_means_against_the_threshold_of_the_view(database: RunDatabase) -> None:
+    of_runs = rankings(database)
+    assert {*of_runs} == {"a-1", "b-2", "c-3", "d-4"}
+    sinks = "SELECT run_id, sink_mass, sink_alpha > 0.3 FROM sink_heads"
+    copies = "SELECT run_id, induction_score, induction_score >= 0.4 FROM induction_heads"
+    for statistic, view, sql in (
+        ("sink_mass", "sink_heads", sinks), ("induction_score", "induction_heads", copies),
+    ):  # fmt: skip
+        passing = 0
+        for run_id, mean, passes in database.rows(sql):
+            about = of_runs[run_id][statistic]
+            assert about["view"] == view
+            threshold = about["threshold"]
+            assert passes == (mean > threshold if about["is_strict"] else mean >= threshold)
+            passing += passes
+        assert 0 < passing < len(database.rows(sql))
 
 
 def test_places_of_the_input_are_names() -> None:
