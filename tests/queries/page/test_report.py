@@ -20,6 +20,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+import headcount
 from headcount.queries.answers.axes import DRAWN_BINS
 from headcount.queries.answers.loss_effects import shown_runs
 from headcount.queries.answers.numbers import COUNTS, NUMBERS
@@ -484,6 +485,27 @@ def test_places_of_the_input_are_names() -> None:
     options = json.dumps({"files": ["/home/me/pile/00.jsonl", "s3://mine/b/*.txt", "docs/*.md"]})
     words = _input_words({"input_options": options, "documents": None, "bos": None})
     assert words == "files 00.jsonl *.txt docs/*.md"
+
+
+@pytest.mark.long
+def test_names_of_wide_characters_have_their_room(tab: Page, tmp_path: Path) -> None:
+    sets = ["维基百科中文", "Github"]
+    write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=sets, layers=1, heads=2)
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
+    tab.open((tmp_path / "report.html").as_uri())
+    # Six characters of 10 pixels, and how many sequences there are.
+    starts = [float(x) for x in tab.attributes("#subsets .bar", "x")]
+    assert len(starts) == 2
+    assert min(starts) > 6 * 10 + 4 * 6
+
+
+def test_a_head_prints_as_a_table(runs: Path) -> None:
+    head = headcount.open(runs / "run_id=d-4").head("L2H4")
+    lines = repr(head).splitlines()
+    assert lines[0] == "L2H4 of a <b>model</b>, d-4, none"
+    assert lines[1].split() == ["statistic", "mean", "standard_error", "percentile"]
+    assert lines[2].split() == ["sink_mass", "0.8828", "0.004511", "100"]
+    assert len(lines) == 2 + len(cells())
 
 
 def test_models_are_called_by_their_folder(tmp_path: Path) -> None:

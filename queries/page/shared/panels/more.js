@@ -80,6 +80,7 @@ function subsetsCard(rows) {
       rowName: "",
       colName: "head",
       width,
+      cell: 72,
       values,
       ...rangeOf(chosen.statistic, values.flat()),
       title: `${chosen.statistic} by subset`,
