@@ -123,7 +123,7 @@ function shortText(x, y, name, limit, attributes = {}) {
 
 const indices = (names) => (typeof names === "number" ? [...Array(names).keys()] : names);
 
-export function everyOther(count, most) {
+function everyOther(count, most) {
   const step = Math.max(1, Math.ceil(count / Math.max(1, most)));
   // 1, 2, 5, 10, … are easier to count in.
   const round = [1, 2, 5, 10, 20, 50, 100, 200, 500].find((size) => size >= step) ?? step;
