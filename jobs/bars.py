@@ -1,6 +1,5 @@
 """Bars on a terminal, and elsewhere a line every few seconds."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,6 +8,8 @@ from typing import ClassVar
 import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+from headcount.schemas.repeating import repeated
 
 Show = Callable[[str, float | None], None]  # words and a share, None if unknown
 
@@ -71,27 +72,22 @@ class _Lines:
     @contextmanager
     def kept_coming(self) -> Iterator[None]:
         """Within it, the last words are repeated if nothing is told for long."""
-        has_ended = threading.Event()
 
-        def repeat() -> None:
-            while not has_ended.wait(1.0):
-                if time.monotonic() - _Lines.last_line >= LONGEST_SILENCE:
-                    self._print()
+        def end_silence() -> None:
+            if time.monotonic() - _Lines.last_line >= LONGEST_SILENCE:
+                self._print()
 
-        thread = threading.Thread(target=repeat, daemon=True)
         # A short scan prints no line but its summary. Short bars one after another are not silent
         # for as long as all of them last.
         if not self.of_bars and time.monotonic() - _Lines.last_end > SAME_WORK:
             _Lines.last_line = time.monotonic()
         self.of_bars.append(self)
-        thread.start()
         try:
-            yield
+            with repeated(end_silence, 1.0):
+                yield
         finally:
             self.of_bars.remove(self)
             _Lines.last_end = time.monotonic()
-            has_ended.set()
-            thread.join()
 
 
 @contextmanager

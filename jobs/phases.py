@@ -25,12 +25,12 @@ from typing import Literal
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
+from headcount.jobs.clocks import changed
 from headcount.jobs.console import duration
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import (
     Place,
-    changed,
     names,
     read_as,
     reason,

@@ -245,11 +245,17 @@ class AnswerTable:
         return html_table(self.columns, self._first_rows[:ROWS_SHOWN]) + more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Head:
     """One head: its card as data, and as a page to look at."""
 
     card: HeadCard  # every statistic, distribution and extreme sequence, as plain lists and numbers
+
+    def __repr__(self) -> str:
+        card = self.card
+        rows = [(s.name, s.mean, s.standard_error, s.percentile) for s in card.statistics]
+        table = text_table(("statistic", "mean", "standard_error", "percentile"), rows)
+        return f"{card.label} of {card.model}, {card.run_id}, {card.intervention}\n{table}"
 
     def html(self) -> str:
         """The card as one HTML document, which needs no network."""

@@ -65,6 +65,8 @@ class Formula(Entry):
     missing: str = ""  # what a layer may lack so that it has no value: the end of "NULL if …"
     marks: Literal["", "first key", "successors", "copies"] = ""  # tokens of a text it is about
     measured_by: str = ""  # the intervention whose change of loss it estimates
+    shown: int = 0  # its place among those that a page shows first; 0: behind them
+    example: int = 0  # its place among those whose sequences a page shows; 0: none of them
     arguments: Arguments = ()  # every option of the function, with a value
 
     @property

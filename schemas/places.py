@@ -24,21 +24,18 @@ import os
 import re
 import secrets
 import ssl
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from email.utils import parsedate_to_datetime
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, getproxies, proxy_bypass, urlopen
+from urllib.request import getproxies, proxy_bypass
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -62,8 +59,6 @@ REQUEST_SECONDS, CONNECT_SECONDS = 15, 10
 """Time that a request waits for the next byte of its answer, and for a connection. Six seconds more
 after its last own byte: curl's speed is a mean of so many.
 """
-
-CLOCK_TICK_SECONDS = 2.0  # a store tells its time in whole seconds
 
 PROBES, PAUSE_SECONDS = 6, 0.5
 """Probes before the first request to a store that does not answer, and the pause between two."""
@@ -345,7 +340,7 @@ def region_and_endpoint() -> tuple[str | None, str | None]:
     return region, os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
 
-def _address(scheme: str, region: str | None, endpoint: str | None) -> str:
+def address_of(scheme: str, region: str | None, endpoint: str | None) -> str:
     """Where the stores of a scheme answer."""
     if endpoint is not None and scheme != "gs":
         return endpoint
@@ -361,7 +356,7 @@ def _filesystem(
     scheme: str, bucket: str, region: str | None, endpoint: str | None
 ) -> pafs.FileSystem:
     """The file system of a bucket; the cache keeps its connections and probes each store once."""
-    _require_answer(f"{scheme}://{bucket}", _address(scheme, region, endpoint))
+    _require_answer(f"{scheme}://{bucket}", address_of(scheme, region, endpoint))
     if scheme == "gs":
         return pafs.GcsFileSystem(retry_time_limit=timedelta(seconds=60))
     if region is None and endpoint is None:
@@ -598,66 +593,6 @@ def delete_directory(directory: StorePath) -> None:
         if not listed(directory):
             return
     raise OSError(errno.EIO, NOT_WHOLE.format(READINGS), str(directory))
-
-
-def changed(file: Place) -> float | None:
-    """When a file was changed, in seconds since 1970 by the clock here; None if there is none.
-
-    The disk or the store says when, by a clock of its own, and what that shows now.
-    """
-    if isinstance(file, StorePath):
-        times = [info.mtime_ns for info in listed(file.parent) if info.base_name == file.name]
-        then = times[0] / 1e9 if times and times[0] is not None else None
-    else:
-        try:
-            then = file.stat().st_mtime
-        except FileNotFoundError:
-            then = None
-    return None if then is None else then - _seconds_ahead(file)
-
-
-def _seconds_ahead(file: Place) -> float:
-    """How far the clock of a file's disk or store is ahead of the one here; 0 if it does not say.
-
-    Within a tick of either clock they are one.
-    """
-    there: float | None = None
-    if isinstance(file, StorePath):
-        there = _date_of(_address(file.url.partition("://")[0], *region_and_endpoint()))
-    else:
-        with suppress(OSError), tempfile.TemporaryFile(dir=file.parent) as probe:
-            probe.write(b"1")
-            probe.flush()
-            os.fsync(probe.fileno())
-            there = os.fstat(probe.fileno()).st_mtime
-    ahead = 0.0 if there is None else there - time.time()
-    return ahead if abs(ahead) > CLOCK_TICK_SECONDS else 0.0
-
-
-def _date_of(address: str) -> float | None:
-    """The time that two answers of a store agree on: one that is cut has none, or any."""
-    url = address if "://" in address else f"http://{address}"
-    before: float | None = None
-    for _ in range(READINGS):
-        date = _date_in_answer(url)
-        if date is not None and before is not None and 0 <= date - before <= PROBE_SECONDS:
-            return date
-        before = date
-    return None
-
-
-def _date_in_answer(url: str) -> float | None:
-    """The time in an answer of a store, of which any will do."""
-    try:
-        with urlopen(Request(url, method="HEAD"), timeout=PROBE_SECONDS) as answer:
-            date = answer.headers["Date"]
-    except HTTPError as refusal:
-        date = refusal.headers["Date"]
-    except (OSError, HTTPException):
-        return None
-    with suppress(TypeError, ValueError):
-        return parsedate_to_datetime(date).timestamp()
-    return None
 
 
 def is_directory(where: Place) -> bool:

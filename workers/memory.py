@@ -5,13 +5,14 @@ process that started this one.
 """
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
 import torch
+
+from headcount.schemas.repeating import repeated
 
 SECONDS_BETWEEN_LOOKS = 0.005  # at the memory in use; a pass holds tensors for longer
 
@@ -46,25 +47,19 @@ class PeakMemory:
 @contextmanager
 def peak_memory(device: str) -> Iterator[PeakMemory]:
     """Within it, the memory that this process holds is watched."""
-    peak, process, has_ended = PeakMemory(), psutil.Process(), threading.Event()
+    peak, process = PeakMemory(), psutil.Process()
 
-    def watch() -> None:
-        is_last = False
-        while not is_last:
-            # Once more at the end, because a block may be shorter than the time between two looks.
-            is_last = has_ended.wait(SECONDS_BETWEEN_LOOKS)
-            peak.main = max(peak.main, process.memory_info().rss)
+    def look() -> None:
+        peak.main = max(peak.main, process.memory_info().rss)
 
     # PyTorch itself keeps the peak of the GPU, which starts anew here.
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    # A daemon, so that an error in the block never keeps the process alive.
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
     try:
-        yield peak
+        with repeated(look, SECONDS_BETWEEN_LOOKS):
+            yield peak
     finally:
-        has_ended.set()
-        watcher.join()
+        # Once more, because a block may be shorter than the time between two looks.
+        look()
         if device != "cpu":
             peak.gpu = torch.cuda.max_memory_allocated()

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from headcount.jobs.clocks import changed
 from headcount.jobs.console import duration
 from headcount.jobs.phases import drivers_of, runs_with_drivers
 from headcount.schemas.errors import RunError, printable
 from headcount.schemas.files.damage import BY_SIZE
 from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.run_directory import RunDirectory, find_runs, holds_whole_shard, pc
-from headcount.schemas.places import Place, changed
+from headcount.schemas.places import Place
 
 RECENT = timedelta(minutes=10)  # a speed is of commits this long before the run's last
 

@@ -21,7 +21,7 @@ from headcount.queries.answers.page_queries import (
     by_column,
     where,
 )
-from headcount.queries.answers.run_facts import RunFacts
+from headcount.queries.answers.run_facts import RunFacts, in_order
 from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.workers.run_model import RunModels
@@ -37,23 +37,13 @@ Heads = Annotated[tuple[Head, ...], Field(max_length=MOST_SEQUENCES)]
 NO_TOKENIZER = "Tokens are shown as numbers: the tokenizer of the run was not at hand."
 """The error itself would tell readers of a page about the places on a machine."""
 
-EXAMPLE_STATISTICS = (
-    "sink_mass",
-    "induction_score",
-    "previous_token_score",
-    "duplicate_score",
-    "entropy",
-)
-"""Statistics that a page shows examples of: the first four of them that a run measured."""
-
 MOST_EXAMPLE_STATISTICS = 4
 
 
 def example_statistics(measured: Iterable[str]) -> list[str]:
     """The statistics whose examples a page shows."""
     names = set(measured)
-    chosen = [name for name in EXAMPLE_STATISTICS if name in names]
-    return chosen[:MOST_EXAMPLE_STATISTICS]
+    return [name for name in in_order("example") if name in names][:MOST_EXAMPLE_STATISTICS]
 
 
 def strongest_heads(means: Array, count: int) -> list[Head]:

@@ -425,7 +425,7 @@ class Curves(Query):
         of_head = self.head.conditions if self.head else []
         condition = where([*self.scope.conditions_on_run, *of_head])
         kept = [kept_curve_sql(name, of.axis, condition) for name, of in facts.kept_curves.items()]
-        averaged = [profile_curves_sql(condition)] if facts.profiles else []
+        averaged = [profile_curves_sql(facts.profiles, condition)] if facts.profiles else []
         return [Statement(sql) for sql in (*averaged, *kept)]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:

@@ -29,7 +29,13 @@ from headcount.queries.answers.page_queries import (
     sample_condition,
     where,
 )
-from headcount.queries.answers.run_details import DORMANT, Details, Dormant, rankings
+from headcount.queries.answers.run_details import (
+    DORMANT,
+    Details,
+    Dormant,
+    rankings,
+    without_folder,
+)
 from headcount.queries.answers.run_facts import (
     STATISTIC_FACTS,
     RunFacts,
@@ -68,6 +74,7 @@ class PageRuns:
         self._runs = database.runs
         self._records = database.records("FROM runs ORDER BY run_id")
         self._shown = shown_runs(self._records)
+        self._rankings = rankings(database)
         self.statistics = database.records(
             f"SELECT {STATISTIC_FACTS} FROM statistics ORDER BY name"
         )
@@ -229,12 +236,14 @@ class PageRuns:
             runs.append(
                 {
                     **{name: record[name] for name in _SHOWN_OF_RUN},
+                    "model": without_folder(record["model"]),
                     "options": _input_words(record),
                     # A manifest may not say the sizes of its model.
                     "n_layers": facts.layers,
                     "n_heads": facts.heads,
                     "subsets": self.subsets(facts.run_id),
                     "first_statistics": first_statistics(facts.statistics),
+                    "rankings": self._rankings.get(facts.run_id, {}),
                     "every": facts.every,
                     "has_rollups": facts.has_rollups,
                     "has_curves": bool(facts.profiles or facts.kept_curves),
@@ -245,7 +254,6 @@ class PageRuns:
             "runs": runs,
             "statistics": self.statistics,
             "damage": self.database.damage(),
-            "rankings": rankings(),
         }
 
     def _ends(
@@ -302,16 +310,13 @@ def _input_words(run: Record) -> str:
 def _option_words(value: object) -> str:
     if isinstance(value, list):
         return " ".join(map(_option_words, value))
-    text = str(value)
-    # A report is sent to others, whom the folders of this machine do not concern.
-    is_place = text.startswith("/") or "://" in text
-    return text.rpartition("/")[2] if is_place else text
+    return without_folder(str(value))
 
 
 _ROLLED_UP_VIEWS = ("head_summaries", "subset_summaries")  # views over roll-ups
 
 _SHOWN_OF_RUN = (
-    *("run_id", "name", "model", "input_family", "n_ctx", "n_layers", "n_heads", "interventions"),
+    *("run_id", "name", "input_family", "n_ctx", "n_layers", "n_heads", "interventions"),
     *("statistics", "measured_heads", "shards", "shards_done", "sequences", "sequences_done"),
     *("complete", "rows", "tokens", "weight_processing", "precision", "engine", "created", "step"),
 )

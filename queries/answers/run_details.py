@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from headcount.queries.answers.page_queries import Answer, Header, Query, Statement, where
 from headcount.queries.answers.run_facts import RunFacts
+from headcount.queries.ask.asking import RunDatabase
 from headcount.queries.open.named_queries import QUERIES, read_queries
 from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.predictions import PREDICTIONS
@@ -15,21 +16,32 @@ LABELLED_HEADS = 10  # heads of a scatter plot that may have a label
 
 DORMANT = "dormant_induction_heads"
 
-RANKINGS = {"sink_mass": "sink_heads", "induction_score": "induction_heads"}
-"""Views that rank heads by a statistic, and call those above their threshold by a name."""
-
 
 def default_of(view: str, parameter: str) -> float:
     """What a number of a named query is by default."""
     return float(read_queries(QUERIES)[view].parameter(parameter).default or "nan")
 
 
-def rankings() -> Header:
-    """By statistic the view that ranks heads by it, and its threshold."""
-    return {
-        statistic: {"view": view, "threshold": default_of(view, "threshold")}
-        for statistic, view in RANKINGS.items()
-    }
+def without_folder(text: str) -> str:
+    """A name without its place: a page is sent to others, whom the folders of this machine do not
+    concern.
+    """
+    is_place = text.startswith("/") or "://" in text
+    return text.rstrip("/").rpartition("/")[2] if is_place else text
+
+
+def rankings(database: RunDatabase) -> dict[str, Header]:
+    """By run and statistic the view that ranks heads by it, and the mean it holds them against."""
+    of_runs: dict[str, Header] = {}
+    for view, query in read_queries(QUERIES).items():
+        if (ranking := query.ranking) is None:
+            continue
+        default = default_of(view, "threshold")
+        threshold = ranking.threshold.replace("$threshold", f"{default!r}::DOUBLE")
+        for run_id, least in database.rows(f"SELECT run_id, {threshold} FROM runs"):
+            about = {"view": view, "threshold": least, "is_strict": ranking.is_strict}
+            of_runs.setdefault(run_id, {})[ranking.statistic] = about
+    return of_runs
 
 
 class Details(Query):
@@ -152,4 +164,6 @@ class Dormant(Query):
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
         """One object for each combination."""
         thresholds = {name: default_of(DORMANT, name) for name in ("least_induction", "least_sink")}
-        return Answer({"rows": tables[0].to_pylist() if tables else [], **thresholds})
+        rows = tables[0].to_pylist() if tables else []
+        rows = [row | {"model": without_folder(row["model"])} for row in rows]
+        return Answer({"rows": rows, **thresholds})

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from headcount.queries.answers.axes import Axis
 from headcount.queries.answers.head_curves import AXES, ProfileFacts
@@ -11,6 +12,7 @@ from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.run import Run
 from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.predictions import PREDICTIONS
+from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import HEADS, ROLLUPS
 
 LARGE_RUN_ROWS = 20_000_000  # of one intervention; with more, brushes read a sample
@@ -22,15 +24,7 @@ STATISTIC_FACTS = (
 )
 """What a page knows of each statistic: columns of the view `statistics`."""
 
-FIRST_STATISTICS = (
-    "sink_mass",
-    "induction_score",
-    "entropy",
-    "value_norm",
-    "previous_token_mass",
-    "head_output_norm",
-)
-"""Statistics that a page shows first, if a run has them. It shows as many of others if not."""
+MOST_SHOWN = 6  # statistics that a page shows first
 
 
 @dataclass(frozen=True)
@@ -142,8 +136,14 @@ def _shape(database: RunDatabase, record: Record) -> tuple[int, int]:
 
 def first_statistics(statistics: Sequence[str]) -> list[str]:
     """The statistics of a run that a page shows first."""
-    preferred = [name for name in FIRST_STATISTICS if name in statistics]
-    return list(dict.fromkeys([*preferred, *statistics]))[: len(FIRST_STATISTICS)]
+    preferred = [name for name in in_order("shown") if name in statistics]
+    return list(dict.fromkeys([*preferred, *statistics]))[:MOST_SHOWN]
+
+
+def in_order(fact: Literal["shown", "example"]) -> list[str]:
+    """The statistics that have a place of a kind, in their order."""
+    places = {name: getattr(formula, fact) for name, formula in STATISTICS.items()}
+    return sorted(filter(places.get, places), key=lambda name: places[name])
 
 
 def _profiles(run: Run, field: str) -> dict[str, ProfileFacts]:

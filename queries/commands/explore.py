@@ -50,7 +50,9 @@ def explore(
         from headcount.queries.explore.query_engine import Engine
         from headcount.queries.explore.server import LOCAL_NAMES, serve
         from headcount.queries.open.limits import check_memory
+        from headcount.schemas.files.arrow_values import leave_pandas_out
 
+    leave_pandas_out()
     memory = check_memory(memory)
     if (cost := cost_of_many_files(runs)) is not None:
         tell_user(cost)

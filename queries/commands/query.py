@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from headcount.queries.ask.typed_queries import read_typed, with_parameters
 from headcount.queries.open.named_queries import QUERIES, read_queries
 from headcount.queries.open.sql_text import text_literal
 from headcount.schemas.errors import QueryError
+from headcount.schemas.repeating import repeated
 
 if TYPE_CHECKING:
     from headcount.queries.ask.answers import Answer
@@ -119,7 +119,6 @@ def query(
 ) -> None:
     """Query the committed rows of runs, in SQL or by the name of a view."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-    from headcount.queries.ask.asking import open_runs
     from headcount.queries.ask.formats import format_of, rows_to_read
     from headcount.queries.ask.process_memory import held_to_memory
     from headcount.queries.ask.text_tables import TABLE_ROWS
@@ -128,10 +127,7 @@ def query(
     time_limit = timeout if 0 < timeout < float("inf") else None
     asked = read_typed(typed, file)
     answer_format = format_of(requested_format, output, vertical)
-    with waiting("reading the runs"):
-        database = open_runs(runs, code=code, memory=check_memory(memory), tell=tell_user)
-        warn_of_damage(database)
-
+    database = open_for_command(runs, code, check_memory(memory))
     views = database.view_descriptions
     if asked is None:
         # Every view with the first sentence of its description.
@@ -275,14 +271,11 @@ def report(
     from disk, without a network.
     """
     with waiting("starting"):
-        from headcount.queries.ask.asking import open_runs
         from headcount.queries.report.report import write_report
 
     # A tokenizer that is not on this machine is not fetched: tokens are numbers then.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with waiting("reading the runs"):
-        database = open_runs(runs, code=code, tell=tell_user)
-        warn_of_damage(database)
+    database = open_for_command(runs, code)
     with waiting("writing the report"):
         write_report(database, output, _models_of(runs) if text else None)
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
@@ -300,7 +293,9 @@ def views(
     DuckDB shell. The same command renews it, also while a scan writes.
     """
     from headcount.queries.ask.exported_views import write_views
+    from headcount.schemas.files.arrow_values import leave_pandas_out
 
+    leave_pandas_out()
     written, damage = write_views(runs, output, code)
     for line in damage:
         tell_user(f"warning: {line}")
@@ -318,20 +313,27 @@ def waiting(words: str) -> Iterator[None]:
         with Console(stderr=True).status(words):
             yield
         return
-    has_ended = threading.Event()
     began = time.monotonic()
 
     def say() -> None:
-        while not has_ended.wait(LONGEST_SILENCE):
-            tell_user(f"{words}, for {time.monotonic() - began:.0f} s")
+        tell_user(f"{words}, for {time.monotonic() - began:.0f} s")
 
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
+    with repeated(say, LONGEST_SILENCE):
         yield
-    finally:
-        has_ended.set()
-        thread.join()
+
+
+def open_for_command(runs: str, code: str | None = None, memory: str | None = None) -> RunDatabase:
+    """The runs of a command. What is damaged is said."""
+    with waiting("reading the runs"):
+        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
+        from headcount.queries.ask.asking import open_runs
+        from headcount.queries.open.limits import MEMORY
+        from headcount.schemas.files.arrow_values import leave_pandas_out
+
+        leave_pandas_out()
+        database = open_runs(runs, code=code, memory=memory or MEMORY, tell=tell_user)
+        warn_of_damage(database)
+    return database
 
 
 def warn_of_damage(database: RunDatabase) -> None:

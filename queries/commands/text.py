@@ -44,18 +44,13 @@ def text(
     ] = "auto",
 ) -> None:
     """Print a sequence of a run as text, and what a head attends to in it."""
-    from headcount.queries.commands.query import tell_user, waiting, warn_of_damage
+    from headcount.queries.commands.query import open_for_command, tell_user, waiting
 
     chosen_head = None if head is None else Head.labelled(head)
     if head is not None and chosen_head is None:
         raise QueryError(f"--head: expected a layer and a head such as L5H1, got {head!r}")
-    with waiting("reading the run"):
-        # It imports duckdb and pyarrow, which `headcount --help` need not wait for.
-        from headcount.queries.ask.asking import open_runs
-
-        database = open_runs(run, tell=tell_user)
-        warn_of_damage(database)
-        records = database.records("FROM runs")
+    database = open_for_command(run)
+    records = database.records("FROM runs")
     if len(records) != 1:
         directories = ", ".join(f"run_id={record['run_id']}" for record in records[:5])
         more = " …" if len(records) > 5 else ""

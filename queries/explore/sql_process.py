@@ -33,6 +33,7 @@ from headcount.queries.ask.process_memory import (
 from headcount.queries.open.limits import spill_directory
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
+from headcount.schemas.files.arrow_values import leave_pandas_out
 from headcount.schemas.packages import PACKAGE
 
 MOST_ROWS = 1_000  # rows that the page shows of an answer in SQL
@@ -234,6 +235,7 @@ class SqlQuery:
 def answer_queries() -> None:
     """Answer queries from stdin until it ends, as the process that does nothing else."""
     os.nice(NICENESS)
+    leave_pandas_out()
     # What a library prints is no answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

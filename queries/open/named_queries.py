@@ -3,10 +3,12 @@
 The first comment of a file is its description. It may end in lines of this form:
 
     -- parameter threshold DOUBLE = 0.3: mean sink_alpha above which a head is a sink.
+    -- ranks sink_mass above (n_ctx * $threshold - 1) / (n_ctx - 1)
     -- example: sink_heads --threshold 0.2 --limit 5
 
 In the SQL, `$threshold` stands for the value. A parameter without a default must be given. A column
-that has the name of a parameter is written with the name of its table.
+that has the name of a parameter is written with the name of its table. A query that ranks heads by
+a statistic says so, and above or from which mean on it calls them by a name: SQL over `runs`.
 """
 
 import difflib
@@ -36,6 +38,7 @@ WORDS_OF_TYPES: Mapping[SqlType, str] = {
 
 PARAMETER = re.compile(r"parameter (\w+) (\w+)(?: = (.+?))?: (.+)")
 EXAMPLE = re.compile(r"example: (.+)")
+RANKING = re.compile(r"ranks (\w+) (above|from) (.+)")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,15 @@ def _number_literal(sql_type: SqlType, text: str) -> str:
 
 
 @dataclass(frozen=True)
+class Ranking:
+    """By which statistic a query ranks heads, and which mean it holds this against."""
+
+    statistic: str
+    is_strict: bool  # whether a mean must lie above it, and is not enough itself
+    threshold: str  # in SQL, over `runs`, with the query's own parameter `$threshold`
+
+
+@dataclass(frozen=True)
 class NamedQuery:
     """A query that is asked by its name."""
 
@@ -83,6 +95,7 @@ class NamedQuery:
     parameters: tuple[Parameter, ...]
     example: str | None  # what a user may write after `headcount query RUNS`
     sql: str
+    ranking: Ranking | None = None
 
     @property
     def declared(self) -> str:
@@ -177,6 +190,7 @@ def parse_query(name: str, sql: str) -> NamedQuery:
     description: list[str] = []
     parameters: list[Parameter] = []
     example: str | None = None
+    ranking: Ranking | None = None
     for line in first_comment(sql):
         if match := PARAMETER.fullmatch(line):
             parameter, sql_type, default, meaning = match.groups()
@@ -188,9 +202,12 @@ def parse_query(name: str, sql: str) -> NamedQuery:
             parameters.append(Parameter(parameter, cast("SqlType", sql_type), default, meaning))
         elif match := EXAMPLE.fullmatch(line):
             example = match[1]
+        elif match := RANKING.fullmatch(line):
+            ranking = Ranking(match[1], match[2] == "above", match[3])
         else:
             description.append(line)
-    return NamedQuery(name, " ".join(description), tuple(parameters), example, sql)
+    text = " ".join(description)
+    return NamedQuery(name, text, tuple(parameters), example, sql, ranking)
 
 
 def first_comment(sql: str) -> list[str]:

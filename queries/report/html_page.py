@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headcount.queries.ask.asking import Record
 from headcount.queries.ask.formats import check_suffix
@@ -29,6 +30,8 @@ PANELS = (
 )  # fmt: skip
 REPORT = (*CARD, *STATE, *(f"panels/{panel}.js" for panel in PANELS), "page.js")
 """Modules of `queries/page`, each after those that it imports."""
+
+SIX_DIGITS: Mapping[str, int] = {}
 
 
 class Figures:
@@ -111,7 +114,8 @@ def packed(data: object) -> str:
     """Data as compressed JSON in base64: it has no character that markup would read."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     # Without a time, the same data gives the same page.
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    # The best level would take eight times as long and save a twentieth.
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def unpacked(page: str) -> object:
@@ -122,15 +126,17 @@ def unpacked(page: str) -> object:
     return json.loads(gzip.decompress(base64.b64decode(match[1])))
 
 
-def json_value(value: object) -> object:
-    """The value as JSON has it: no NaN, no infinities, six digits."""
+def json_value(value: Any, digits: Mapping[str, int] = SIX_DIGITS, name: str = "") -> Any:  # noqa: ANN401
+    """The value as JSON has it: no NaN, no infinities. Numbers have six digits, or as many as
+    `digits` says of the name that they stand under.
+    """
     match value:
         case float():
-            return float(f"{value:.6g}") if math.isfinite(value) else None
+            return float(f"{value:.{digits.get(name, 6)}g}") if math.isfinite(value) else None
         case dict():
-            return {key: json_value(item) for key, item in value.items()}
+            return {key: json_value(item, digits, key) for key, item in value.items()}
         case list() | tuple():
-            return [json_value(item) for item in value]
+            return [json_value(item, digits, name) for item in value]
     return value
 
 

@@ -7,9 +7,8 @@ answers in the file by their keys.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headcount.queries.answers.examples import (
     EXCERPT_TOKENS,
@@ -125,10 +124,10 @@ class EmbeddedAnswers:
         header = {name: value for name, value in answer.header.items() if name != "sql"}
         names = NUMBERS if isinstance(query, Heatmap) else ("count",) * len(answer.arrays)
         self.by_key[key_of(query)] = {
-            **rounded(header),
+            **json_value(header, DIGITS),
             "shape": self._runs.facts(query.scope.run_id).shape,
             "arrays": [
-                rounded(array.ravel().tolist(), name)
+                json_value(array.ravel().tolist(), DIGITS, name)
                 for name, array in zip(names, answer.arrays, strict=True)
             ],
         }
@@ -206,15 +205,3 @@ def key_of(query: Query) -> str:
         words.append(query.statistic or "")
     is_other = getattr(query, "changes", False) or getattr(query, "lowest", False)
     return "/".join([*words, *["yes"] * is_other])
-
-
-def rounded(value: Any, name: str = "") -> Any:  # noqa: ANN401  # whatever JSON has
-    """Numbers with as many digits as a reader or a chart can use. None where they are undefined."""
-    match value:
-        case float():
-            return float(f"{value:.{DIGITS.get(name, 6)}g}") if math.isfinite(value) else None
-        case dict():
-            return {key: rounded(item, key) for key, item in value.items()}
-        case list() | tuple():
-            return [rounded(item, name) for item in value]
-    return value

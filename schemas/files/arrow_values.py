@@ -28,16 +28,24 @@ class _NoPandas:
             raise ModuleNotFoundError("not needed")
 
 
-def use_arrow_sparingly() -> None:
-    """Make a process that only reads a commit log quick and small; call it before anything is read.
+def leave_pandas_out() -> None:
+    """Spare a process of ours pandas; call it before anything is read.
 
     Arrow's first array imports pandas if there is one, which takes up to two seconds. It looks
-    once. And of a million commits its own allocator keeps 100 MB more than the system's.
+    once: after that it takes a Series for any sequence, so a user's process is left alone.
     """
     no_pandas = _NoPandas()
     sys.meta_path.insert(0, no_pandas)  # pyright: ignore[reportArgumentType]
     pa.array([])
     sys.meta_path.remove(no_pandas)  # pyright: ignore[reportArgumentType]
+
+
+def use_arrow_sparingly() -> None:
+    """Make a process that only reads a commit log quick and small; call it before anything is read.
+
+    Of a million commits Arrow's own allocator keeps 100 MB more than the system's.
+    """
+    leave_pandas_out()
     pa.set_memory_pool(pa.system_memory_pool())
 
 

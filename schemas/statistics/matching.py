@@ -23,7 +23,14 @@ def mean_over_matched(pattern: Pattern, pairs: Pairs) -> Tensor:
     return (pattern.mass(pairs) * matched[:, None]).sum(-1) / matched.sum(-1)[:, None]
 
 
-@statistic("Elhage et al. 2021", uniform_baseline=True, defined=has_two_positions, standard=True)
+@statistic(
+    "Elhage et al. 2021",
+    uniform_baseline=True,
+    defined=has_two_positions,
+    standard=True,
+    shown=5,
+    example=3,
+)
 def previous_token_score(pattern: Pattern) -> Probability:
     """Mean attention to the token just before.
 
@@ -65,6 +72,8 @@ def self_attention(pattern: Pattern) -> Probability:
     defined=has_copies,
     standard=True,
     marks="successors",
+    shown=2,
+    example=2,
 )
 def induction_score(pattern: Pattern, successors: Pairs) -> Probability:
     """Mean attention to the keys that follow an earlier copy of the query's token.
@@ -87,6 +96,7 @@ def induction_score(pattern: Pattern, successors: Pairs) -> Probability:
     defined=has_copies,
     standard=True,
     marks="copies",
+    example=4,
 )
 def duplicate_score(pattern: Pattern, copies: Pairs) -> Probability:
     """Mean attention to earlier copies of the query's own token.

@@ -14,7 +14,7 @@ def largest_size(vectors: Tensor) -> Tensor:
     return largest.maximum(-smallest)
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True)
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True, shown=4)
 def value_norm(v: Tensor) -> Norm:
     """Mean norm of the value vectors.
 
@@ -74,7 +74,7 @@ def query_norm(q: Tensor) -> Norm:
     return q.norm(dim=-1).mean(1)
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True)
+@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", standard=True, shown=6)
 def head_output_norm(z: Tensor) -> Norm:
     """Mean norm of the head's output before W_O.
 

@@ -11,7 +11,13 @@ def largest_entropy(pattern: Pattern) -> Tensor:
     return (pattern.positions() + 1).clamp(max=pattern.window).log()
 
 
-@statistic("Sandoval-Segura et al. 2025, arXiv 2504.03889", uniform_baseline=True, standard=True)
+@statistic(
+    "Sandoval-Segura et al. 2025, arXiv 2504.03889",
+    uniform_baseline=True,
+    standard=True,
+    shown=3,
+    example=5,
+)
 def entropy(pattern: Pattern) -> Nats:
     """Mean entropy of the attention rows.
 

@@ -14,7 +14,13 @@ def has_two_positions(pattern: Pattern) -> bool:
 
 
 @statistic(
-    "headcount", uniform_baseline=True, defined=has_two_positions, standard=True, marks="first key"
+    "headcount",
+    uniform_baseline=True,
+    defined=has_two_positions,
+    standard=True,
+    marks="first key",
+    shown=1,
+    example=1,
 )
 def sink_mass(pattern: Pattern) -> Probability:
     """Mean attention to key 0 over the queries that see other keys.

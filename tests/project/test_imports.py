@@ -51,6 +51,7 @@ FLOORS_OF_JOBS = (
     # What every command may need.
     (
         "headcount.jobs.bars",
+        "headcount.jobs.clocks",
         "headcount.jobs.console",
         "headcount.jobs.endings",
         "headcount.jobs.job_state",

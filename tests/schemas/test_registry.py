@@ -165,3 +165,10 @@ def test_without_docstrings_runs_are_read_and_nothing_is_described():
     entropy = STATISTICS["entropy"]
     assert lines[0] == f"{entropy.unit} {entropy.fingerprint}"
     assert re.fullmatch(r"PYTHONOPTIMIZE=2 .* set PYTHONOPTIMIZE=1", lines[1])
+
+
+@pytest.mark.parametrize("fact", ["shown", "example"])
+def test_each_place_in_a_page_has_one_statistic(fact: str):
+    places = sorted(filter(None, (getattr(formula, fact) for formula in STATISTICS.values())))
+    assert places == list(range(1, len(places) + 1))
+    assert len(places) > 4

@@ -181,23 +181,24 @@ export function subsetBars(rows, statistic, baseline, width) {
   });
 }
 
-// The mean of a profile of one head along the sequence, and the SQL of it.
-export function curveFigure(curve, label, where, askSql, width) {
+// The mean of a profile of one head along the sequence, and its SQL, as `fillAndDraw` takes it.
+export function curveCard(curve, label, where, askSql) {
   const length = curve.indices.at(-1) + 1;
   const thinned =
     length > curve.indices.length ? ` ${curve.indices.length} of ${length} places are drawn.` : "";
   const { axis, profile } = curve;
   const series = [{ name: profile, y: curve.values, errors: curve.standard_errors }];
-  const figure = lines({
-    x: curve.indices,
-    series,
-    xName: axis,
-    yName: curve.unit,
-    title: `${profile} of ${label}`,
-    height: 170,
-    width,
-  });
-  const plot = html("div", { class: "plot" }, figure);
+  const draw = (width) =>
+    lines({
+      x: curve.indices,
+      series,
+      xName: axis,
+      yName: curve.unit,
+      title: `${profile} of ${label}`,
+      height: 170,
+      width,
+    });
+  const plot = html("div", { class: "plot" });
   const sql = curve.profiled
     ? `SELECT ${axis}, mean, standard_error
 FROM profile_means
@@ -214,7 +215,9 @@ GROUP BY ALL
 ORDER BY ALL`;
   const rows = () =>
     curve.indices.map((index, i) => [index, curve.values[i], curve.standard_errors[i]]);
-  return [
+  const element = html(
+    "div",
+    {},
     html("h4", {}, profile),
     html("p", { class: "note" }, `${curve.meaning}${thinned}`),
     plot,
@@ -226,7 +229,8 @@ ORDER BY ALL`;
       name: `${label}-${profile}`,
       columns: [axis, "mean", "standard_error"],
     }),
-  ];
+  );
+  return { element, plot, draw };
 }
 
 // What frames and grounds of tokens mean.
@@ -411,6 +415,10 @@ export function drawCard(card, chosen, onStatistic) {
       parts.push(excerptList(excerpts, { statistic: one.name }));
     }
   }
-  parts.push(...card.curves.flatMap((curve) => curveFigure(curve, card.label, where)));
+  for (const curve of card.curves) {
+    const { element, plot, draw } = curveCard(curve, card.label, where);
+    plot.append(draw());
+    parts.push(element);
+  }
   return html("article", { class: "card head-card" }, ...parts);
 }

@@ -44,11 +44,11 @@ export function number(x) {
   );
 }
 
-// A number of an axis: short, because its neighbours say the rest.
 // A number below which none says more.
 export const smallText = (x) =>
   !isUndefined(x) && x > 0 && x < SMALLEST ? `< ${SMALLEST}` : number(x);
 
+// A number of an axis: short, because its neighbours say the rest.
 function tickText(x) {
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
@@ -82,6 +82,15 @@ function decadeTicks(low, high) {
   return inside.length > 1 ? inside : roundTicks(low, high, 4);
 }
 
+export const MOST_WIDTH = 620; // Of a figure.
+
+// Fills a place with elements, and then the plot of each with a figure as wide as it has become.
+export function fillAndDraw(place, cards) {
+  place.replaceChildren(...cards.map(({ element }) => element));
+  for (const { plot, draw } of cards)
+    plot?.append(draw(Math.min(plot.clientWidth, MOST_WIDTH)));
+}
+
 // The drawing area of a figure: its parts are placed in units of about a pixel.
 function canvas(width, height, attributes = {}, ...children) {
   return svg(
@@ -95,16 +104,26 @@ const text = (x, y, content, attributes = {}) =>
   svg("text", { x, y, ...attributes }, String(content));
 export const titled = (mark, content) => set(mark, {}, svg("title", {}, content));
 
+// How wide a text is, in Latin letters: a Chinese, Japanese or Korean character is as wide as two.
+const WIDE = /[\p{sc=Han}\p{sc=Hangul}\p{sc=Hiragana}\p{sc=Katakana}\uff00-\uff60]/u;
+const lettersOf = (name) =>
+  [...String(name)].reduce((sum, letter) => sum + (WIDE.test(letter) ? 2 : 1), 0);
+
 // A name that ends at x. It has at most so many letters, and all as its title.
 function shortText(x, y, name, limit, attributes = {}) {
   const whole = String(name);
-  const short = whole.length > limit + 1 ? `${whole.slice(0, limit)}…` : whole;
+  let beginning = "";
+  for (const letter of whole) {
+    if (lettersOf(beginning + letter) > limit) break;
+    beginning += letter;
+  }
+  const short = lettersOf(whole) > limit + 1 ? `${beginning}…` : whole;
   return titled(text(x, y, short, { "text-anchor": "end", ...attributes }), whole);
 }
 
 const indices = (names) => (typeof names === "number" ? [...Array(names).keys()] : names);
 
-export function everyOther(count, most) {
+function everyOther(count, most) {
   const step = Math.max(1, Math.ceil(count / Math.max(1, most)));
   // 1, 2, 5, 10, … are easier to count in.
   const round = [1, 2, 5, 10, 20, 50, 100, 200, 500].find((size) => size >= step) ?? step;
@@ -168,7 +187,7 @@ export function heatmap(options) {
   const cols = indices(options.cols);
   const { rowName = "layer", colName = "head", width = 340 } = options;
   const cellName = options.cellName ?? ((row, col) => `L${rows[row]}H${cols[col]}`);
-  const longest = Math.max(...rows.map((name) => String(name).length));
+  const longest = Math.max(...rows.map(lettersOf));
   // Numbers leave room for the name of their axis. Names say themselves what they are.
   const haveNumbers = rows.every((name) => typeof name === "number");
   const left = isSmall ? 2 : haveNumbers ? 22 + 6 * longest : Math.min(150, 12 + 6 * longest);
@@ -184,8 +203,8 @@ export function heatmap(options) {
   const bottom = top + down * rows.length;
   const right = left + across * cols.length;
   // Names of columns that have no room side by side stand upright.
-  const longestCol = 6.4 * Math.max(...cols.map((name) => String(name).length));
-  const isUpright = longestCol > across && cols.some((name) => typeof name === "string");
+  const longestCol = 6.4 * Math.max(...cols.map(lettersOf));
+  const isUpright = longestCol + 4 > across && cols.some((name) => typeof name === "string");
   const colsHeight = isUpright ? longestCol + 6 : 12;
   const legendTop = bottom + (isSmall ? 6 : 20 + colsHeight);
   const colour = colourOf(range, scale);
@@ -328,7 +347,7 @@ function keyPlaces(keys, left, width) {
   const placed = [];
   let [keyX, row] = [left, 0];
   for (const key of keys) {
-    const wide = 26 + 6 * key.length;
+    const wide = 26 + 6 * lettersOf(key);
     if (keyX + wide > width - 6 && keyX > left) [keyX, row] = [left, row + 1];
     placed.push({ key, at: keyX, level: 9 + 15 * row });
     keyX += wide;
@@ -367,7 +386,7 @@ function frame(options) {
     );
     group.append(text(left - 5, y(tick) + 3.6, tickText(tick), { "text-anchor": "end" }));
   }
-  const widest = Math.max(24, 6.4 * Math.max(...(names ?? []).map((name) => String(name).length)));
+  const widest = Math.max(24, 6.4 * Math.max(...(names ?? []).map(lettersOf)));
   const shown = names && everyOther(names.length, (right - left) / widest);
   const xTicks = names
     ? names.map((name, i) => [i, name]).filter(([i]) => shown(i))
@@ -463,7 +482,7 @@ export function bars(options) {
   const { names, title = "", unit = "", reference, width = 360 } = options;
   const series = options.series ?? [{ name: "", values: options.values, errors: options.errors }];
   const several = series.length > 1;
-  const longest = Math.max(...names.map((name) => String(name).length), 1);
+  const longest = Math.max(...names.map(lettersOf), 1);
   const left = Math.min(width * 0.42, 12 + 6.1 * longest);
   const right = width - 64;
   const thick = several ? 11 : 13;

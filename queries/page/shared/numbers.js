@@ -21,11 +21,6 @@ import {
   state,
 } from "./state.js";
 
-// When a head passes the threshold of a view that ranks heads by a mean.
-const PASSES = {
-  sink_heads: (mean, threshold) => (1 + (state.run.n_ctx - 1) * mean) / state.run.n_ctx > threshold,
-  induction_heads: (mean, threshold) => mean >= threshold,
-};
 const LOOK_ALIKE = 0.95;
 
 // From 0 to 1 if that is the range, even around 0 if the sign has a meaning, else from the smallest
@@ -155,11 +150,12 @@ export function finding(name) {
     const times = Number((first.mean / baseline).toPrecision(2));
     words += `, ${number(times)} times the uniform baseline`;
   }
-  const { view, threshold } = state.overview.rankings[name] ?? {};
+  const { view, threshold, is_strict: isStrict } = state.run.rankings[name] ?? {};
   const isAbove = ({ mean, q }) =>
     isUndefined(baseline) || (mean > baseline && !isUndefined(q) && q <= MOST_Q);
   if (view) {
-    const passing = heads.filter((one) => PASSES[view](one.mean, threshold) && isAbove(one)).length;
+    const passes = ({ mean }) => (isStrict ? mean > threshold : mean >= threshold);
+    const passing = heads.filter((one) => passes(one) && isAbove(one)).length;
     words +=
       `. ${number(passing)} of ${number(heads.length)} heads pass the threshold of ${view}, ` +
       `q <= ${MOST_Q}`;

@@ -66,10 +66,6 @@ export function sectionName({ run_id, intervention }) {
   return intervention === "none" ? name : `${name} · ${intervention}`;
 }
 
-// A model's folder, without where it lies on a machine.
-export const modelName = (model) =>
-  model.startsWith("/") ? model.split("/").filter(Boolean).at(-1) : model;
-
 export const conditions = ({ run_id, intervention }) =>
   `run_id = ${literal(run_id)} AND intervention = ${literal(intervention)}`;
 

@@ -6,6 +6,7 @@
 -- coverage: share of queries that have an earlier copy. measured: sequences in which any query has
 -- one; only they count.
 -- parameter threshold DOUBLE = 0.4: Score from which on a head is an induction head.
+-- ranks induction_score from $threshold
 -- example: induction_heads --threshold 0.5 --limit 5
 WITH
     by_document AS (

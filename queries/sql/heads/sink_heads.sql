@@ -4,6 +4,7 @@
 -- 2410.10781), and above the uniform baseline with q <= 0.05. sink_rate: share of sequences above it.
 -- p, q: as in effects, of sink_mass less the baseline, which is the same in every sequence.
 -- parameter threshold DOUBLE = 0.3: Mean sink_alpha above which a head is a sink.
+-- ranks sink_mass above (n_ctx * $threshold - 1) / nullif(n_ctx - 1, 0)
 -- example: sink_heads --threshold 0.2 --limit 5
 WITH
     by_document AS (

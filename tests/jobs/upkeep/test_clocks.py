@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from headcount.jobs import phases
+from headcount.jobs.clocks import changed
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import changed, place, write_whole
+from headcount.schemas.places import place, write_whole
 from tests.toys.object_stores import object_store
 
 TRUE_TIME = time.time

@@ -20,11 +20,13 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+import headcount
 from headcount.queries.answers.axes import DRAWN_BINS
 from headcount.queries.answers.loss_effects import shown_runs
 from headcount.queries.answers.numbers import COUNTS, NUMBERS
 from headcount.queries.answers.page_queries import Answer, Heatmap, Histograms, Scope, Subsets
 from headcount.queries.answers.page_runs import PageRuns, _input_words
+from headcount.queries.answers.run_details import rankings
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.report.head_card import card_html, head_card
 from headcount.queries.report.html_page import packed, unpacked
@@ -369,6 +371,15 @@ def test_a_figure_is_a_picture_with_plain_colours(page: Page) -> None:
     page.device("Emulation.setEmulatedMedia", features=[])
 
 
+BROKEN_NUMBERS = """return [...document.querySelectorAll("#card-rows td")].filter((cell) => {
+    const words = document.createRange();
+    words.selectNodeContents(cell);
+    const lines = new Set([...words.getClientRects()].map((line) => line.top));
+    return cell.textContent.includes("±") && lines.size > 1;
+}).map((cell) => cell.textContent)"""
+"""Numbers of the card whose error stands in another line."""
+
+
 @pytest.mark.long
 def test_wide_narrow_dark_and_printed_no_table_is_cut(page: Page) -> None:
     def ground(theme: str) -> str:
@@ -379,16 +390,23 @@ def test_wide_narrow_dark_and_printed_no_table_is_cut(page: Page) -> None:
     assert ground("light") == "rgb(250, 250, 248)"
     assert ground("dark") == "rgb(20, 24, 27)"
     page.device("Emulation.setEmulatedMedia", features=[])
-    page.show("run=a-1&head=L2H0")
-    for width in (390, 768, 1100, 1366, 1920):
+    for head, width in enumerate((390, 768, 1100, 1366, 1920)):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == 390}
         page.device("Emulation.setDeviceMetricsOverride", **size)
+        # Figures are drawn for the width of now.
+        page.show(f"run=a-1&head=L2H{head}")
         assert cut_tables(page) == [], width
         widths = "return [document.documentElement.scrollWidth <= innerWidth, innerWidth]"
         assert page.run(widths) == [True, width]
-        box = "const box = document.querySelector('#card-rows');"
-        cut = page.run(f"{box} return box.scrollWidth - box.clientWidth")
-        assert cut == 0 or width == 390
+        assert page.run(BROKEN_NUMBERS) == [], width
+        # The button stands beside the words below the title, and not alone.
+        top, bottom = page.find("#copy-link").rect["y"], page.find("#progress").rect
+        assert top < bottom["y"] + bottom["height"]
+        # Maps are as wide as their card, however few they are.
+        maps = [figure.rect for figure in page.all("#sections svg")]
+        place = page.find("#sections").rect
+        right = max(each["x"] + each["width"] for each in maps)
+        assert right > place["x"] + 0.95 * place["width"], width
     page.device("Emulation.clearDeviceMetricsOverride")
     printed = page.device("Page.printToPDF", printBackground=True)
     pages = base64.b64decode(printed["data"]).count(b"/Type /Page\n")
@@ -445,10 +463,58 @@ def test_checkpoints_stand_in_the_order_of_training() -> None:
     assert [row["step"] for row in shown_runs(rows)] == [0, 200, 1000]
 
 
+def test_a_page_holds_means_against_the_threshold_of_the_view(database: RunDatabase) -> None:
+    of_runs = rankings(database)
+    assert {*of_runs} == {"a-1", "b-2", "c-3", "d-4"}
+    sinks = "SELECT run_id, sink_mass, sink_alpha > 0.3 FROM sink_heads"
+    copies = "SELECT run_id, induction_score, induction_score >= 0.4 FROM induction_heads"
+    for statistic, view, sql in (
+        ("sink_mass", "sink_heads", sinks), ("induction_score", "induction_heads", copies),
+    ):  # fmt: skip
+        passing = 0
+        for run_id, mean, passes in database.rows(sql):
+            about = of_runs[run_id][statistic]
+            assert about["view"] == view
+            threshold = about["threshold"]
+            assert passes == (mean > threshold if about["is_strict"] else mean >= threshold)
+            passing += passes
+        assert 0 < passing < len(database.rows(sql))
+
+
 def test_places_of_the_input_are_names() -> None:
     options = json.dumps({"files": ["/home/me/pile/00.jsonl", "s3://mine/b/*.txt", "docs/*.md"]})
     words = _input_words({"input_options": options, "documents": None, "bos": None})
     assert words == "files 00.jsonl *.txt docs/*.md"
+
+
+@pytest.mark.long
+def test_names_of_wide_characters_have_their_room(tab: Page, tmp_path: Path) -> None:
+    sets = ["维基百科中文", "Github"]
+    write_run(tmp_path, "a-1", cells(), family="pile", pile_sets=sets, layers=1, heads=2)
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
+    tab.open((tmp_path / "report.html").as_uri())
+    # Six characters of 10 pixels, and how many sequences there are.
+    starts = [float(x) for x in tab.attributes("#subsets .bar", "x")]
+    assert len(starts) == 2
+    assert min(starts) > 6 * 10 + 4 * 6
+
+
+def test_a_head_prints_as_a_table(runs: Path) -> None:
+    head = headcount.open(runs / "run_id=d-4").head("L2H4")
+    lines = repr(head).splitlines()
+    assert lines[0] == "L2H4 of a <b>model</b>, d-4, none"
+    assert lines[1].split() == ["statistic", "mean", "standard_error", "percentile"]
+    assert lines[2].split() == ["sink_mass", "0.8828", "0.004511", "100"]
+    assert len(lines) == 2 + len(cells())
+
+
+def test_models_are_called_by_their_folder(tmp_path: Path) -> None:
+    for run_id, family in (("a-1", "repeated_random"), ("b-2", "uniform_random")):
+        write_run(tmp_path, run_id, cells(), family=family, model="/home/me/models/gpt2/")
+    write_report(open_runs(tmp_path), tmp_path / "report.html")
+    data = json.dumps(unpacked((tmp_path / "report.html").read_text(encoding="utf-8")))
+    assert '"model": "gpt2"' in data
+    assert "/home/me" not in data
 
 
 def test_many_runs_leave_out_what_one_file_cannot_hold() -> None:

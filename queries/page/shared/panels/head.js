@@ -2,14 +2,14 @@
 import { tryToAsk } from "../asking.js";
 import { behind, literal, summaries } from "../behind.js";
 import {
-  curveFigure,
+  curveCard,
   fillPercentile,
   marksOf,
   sentence,
   statisticsTable,
   subsetBars,
 } from "../card.js";
-import { html, isUndefined } from "../draw.js";
+import { MOST_WIDTH, fillAndDraw, html, isUndefined } from "../draw.js";
 import { pairing, percentile, ranked, whereHead } from "../numbers.js";
 import {
   SUMMARY,
@@ -27,9 +27,6 @@ import { showHeadEffects } from "./effects.js";
 import { showHistograms, showUnderBrushes } from "./histograms.js";
 import { showAttention, showExtremes } from "./sequences.js";
 import { offer } from "./sql.js";
-
-const MOST_WIDTH = 620; // Of a figure.
-const CURVES_GAP = 20; // Between two figures beside each other, as page.css has it.
 
 // What a choice of a head changes at once, where it is already drawn.
 export function showChoice() {
@@ -141,15 +138,11 @@ async function showSubsets(turn) {
 async function showCurves(turn) {
   const answer = await tryToAsk({ kind: "curves", scope: scope(), head: head() });
   if (!answer || turn !== turns.head) return;
-  const room = by("curves").clientWidth;
-  const isWide = answer.rows.length > 1 && room > MOST_WIDTH;
-  const width = isWide ? (room - CURVES_GAP) / 2 : Math.min(room, MOST_WIDTH);
-  const figures = answer.rows.map((curve) =>
-    html("div", {}, ...curveFigure(curve, label(chosen.head), whereHead(), offer, width)),
+  const cards = answer.rows.map((curve) =>
+    curveCard(curve, label(chosen.head), whereHead(), offer),
   );
-  by("curves").replaceChildren(
-    ...(figures.length ? figures : [html("p", { class: "note" }, "This head has no profiles.")]),
-  );
+  const none = { element: html("p", { class: "note" }, "This head has no profiles.") };
+  fillAndDraw(by("curves"), cards.length ? cards : [none]);
 }
 
 export function beginHead() {

@@ -9,7 +9,6 @@ import {
   chosen,
   facts,
   label,
-  modelName,
   sectionName,
   sectionNamed,
   sections,
@@ -55,7 +54,7 @@ export function fillMenus() {
     by("run"),
     runs.map((one) => [
       one.run_id,
-      `${one.run_id} · ${modelName(one.model)} · ${one.input_family}`,
+      `${one.run_id} · ${one.model} · ${one.input_family}`,
     ]),
     state.run.run_id,
   );
@@ -72,6 +71,9 @@ export function fillMenus() {
   );
   by("subset-menu").hidden = by("subsets-card").hidden = state.run.subsets.length === 0;
   by("curves-card").hidden = !state.run.has_curves;
+  // Without these two the first column is the shorter one.
+  const isShort = by("subsets-card").hidden && by("curves-card").hidden;
+  (isShort ? by("hist-card") : by("heat-card")).after(by("heads-card"));
   chosen.subset = available("subset", chosen.subset, state.run.subsets, null, "all of the input");
   fill(
     by("subset"),
@@ -160,7 +162,7 @@ function fillStatistics() {
 
 export function fillHeader() {
   const { engines, damaged = [] } = state.details.of === sectionName(chosen) ? state.details : {};
-  by("title").textContent = `What the attention heads of ${modelName(state.run.model)} do`;
+  by("title").textContent = `What the attention heads of ${state.run.model} do`;
   const share = Math.floor((100 * state.run.sequences_done) / state.run.sequences);
   const words = state.run.complete
     ? [`${number(state.run.sequences_done)} sequences of ${number(state.run.n_ctx)} tokens`]

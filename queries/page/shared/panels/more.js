@@ -2,7 +2,7 @@
 import { tryToAsk } from "../asking.js";
 import { behind, literal } from "../behind.js";
 import { plusMinus, table, tableRow } from "../card.js";
-import { heatmap, html, isUndefined, lines, number, scatter } from "../draw.js";
+import { fillAndDraw, heatmap, html, isUndefined, lines, number, scatter } from "../draw.js";
 import { kindOf, rangeOf, summariesSql } from "../numbers.js";
 import {
   SUMMARY,
@@ -23,31 +23,22 @@ import {
 } from "../state.js";
 import { offer } from "./sql.js";
 
-const CARD = 330; // The least width of a card, as page.css has it.
-const [GAP, PADDING] = [14, 34];
-
-// How wide figures are: those of a grid as wide as its cards, so that letters keep their size.
-function roomOfCard() {
-  const room = by("more").clientWidth;
-  const columns = Math.max(1, Math.floor((room + GAP) / (CARD + GAP)));
-  return (room - GAP * (columns - 1)) / columns - PADDING;
-}
-
 function linesCard(title, meaning, unit, series, query, log = false) {
   const layers = [...Array(state.run.n_layers).keys()];
-  const figure = lines({
-    x: layers,
-    series,
-    xName: "layer",
-    yName: unit ?? "",
-    log,
-    title,
-    width: roomOfCard(),
-    height: 220,
-  });
-  const plot = html("div", { class: "plot" }, figure);
+  const draw = (width) =>
+    lines({
+      x: layers,
+      series,
+      xName: "layer",
+      yName: unit ?? "",
+      log,
+      title,
+      width,
+      height: 220,
+    });
+  const plot = html("div", { class: "plot" });
   const rows = () => layers.map((layer) => [layer, ...series.map((line) => line.y[layer])]);
-  return html(
+  const element = html(
     "figure",
     { class: "card", "data-lines": title },
     html("h3", {}, title),
@@ -62,6 +53,7 @@ function linesCard(title, meaning, unit, series, query, log = false) {
       rows,
     }),
   );
+  return { element, plot, draw };
 }
 
 function subsetsCard(rows) {
@@ -81,18 +73,20 @@ function subsetsCard(rows) {
     .slice(0, 14);
   const values = names.map((name) => heads.map((i) => means.get(name)[i].mean));
   const counts = names.map((name) => Math.max(...means.get(name).map(({ count }) => count)));
-  const figure = heatmap({
-    rows: names.map((name, i) => `${name} (${counts[i]})`),
-    cols: heads.map(labelAt),
-    rowName: "",
-    colName: "head",
-    width: roomOfCard(),
-    values,
-    ...rangeOf(chosen.statistic, values.flat()),
-    title: `${chosen.statistic} by subset`,
-    cellName: (row, col) => `${names[row]}, ${labelAt(heads[col])}`,
-    onChoose: (_, col) => choose({ head: cellAt(heads[col]) }),
-  });
+  const draw = (width) =>
+    heatmap({
+      rows: names.map((name, i) => `${name} (${counts[i]})`),
+      cols: heads.map(labelAt),
+      rowName: "",
+      colName: "head",
+      width,
+      cell: 72,
+      values,
+      ...rangeOf(chosen.statistic, values.flat()),
+      title: `${chosen.statistic} by subset`,
+      cellName: (row, col) => `${names[row]}, ${labelAt(heads[col])}`,
+      onChoose: (_, col) => choose({ head: cellAt(heads[col]) }),
+    });
   const tableRows = () =>
     names.flatMap((subset) =>
       means
@@ -107,24 +101,23 @@ function subsetsCard(rows) {
     `The ${heads.length} heads whose mean ${chosen.statistic} differs most ` +
     "between subsets. The number of sequences is in brackets: with few, a " +
     "mean says little.";
-  const plot = html("div", { class: "plot" }, figure);
-  return [
-    html(
-      "figure",
-      { class: "card", "data-subsets": "" },
-      html("h3", {}, "By subset"),
-      html("p", { class: "note" }, note),
+  const plot = html("div", { class: "plot" });
+  const element = html(
+    "figure",
+    { class: "card", "data-subsets": "" },
+    html("h3", {}, "By subset"),
+    html("p", { class: "note" }, note),
+    plot,
+    behind({
       plot,
-      behind({
-        plot,
-        sql: query,
-        askSql: offer,
-        rows: tableRows,
-        name: `${chosen.statistic}-subsets`,
-        columns: ["head", "pile_set_name", ...SUMMARY],
-      }),
-    ),
-  ];
+      sql: query,
+      askSql: offer,
+      rows: tableRows,
+      name: `${chosen.statistic}-subsets`,
+      columns: ["head", "pile_set_name", ...SUMMARY],
+    }),
+  );
+  return [{ element, plot, draw }];
 }
 
 function predictionsCard({ rows: predictions = [] }) {
@@ -150,28 +143,28 @@ function predictionsCard({ rows: predictions = [] }) {
     { class: "scroll" },
     table(names, predictions.map(row), "Predictions"),
   );
-  return [
-    html(
-      "section",
-      { class: "card", "data-predictions": "" },
-      html("h3", {}, "Predictions"),
-      content,
-    ),
-  ];
+  const element = html(
+    "section",
+    { class: "card", "data-predictions": "" },
+    html("h3", {}, "Predictions"),
+    content,
+  );
+  return [{ element }];
 }
 
 function dormantCards({ rows, least_induction: induction, least_sink: sink }) {
   return rows.map((block) => {
-    const figure = scatter({
-      points: block.points.map((point) => ({ ...point, colour: null })),
-      xName: "induction score where the input repeats",
-      yName: "sink mass where nothing repeats",
-      xRange: [0, 1.04],
-      yRange: [0, 1.04],
-      title: "Copying against resting",
-      width: roomOfCard(),
-    });
-    const plot = html("div", { class: "plot" }, figure);
+    const draw = (width) =>
+      scatter({
+        points: block.points.map((point) => ({ ...point, colour: null })),
+        xName: "induction score where the input repeats",
+        yName: "sink mass where nothing repeats",
+        xRange: [0, 1.04],
+        yRange: [0, 1.04],
+        title: "Copying against resting",
+        width,
+      });
+    const plot = html("div", { class: "plot" });
     const runs = [block.repeated_run, block.unrepeated_run, block.text_run]
       .filter(Boolean)
       .join(", ");
@@ -181,7 +174,7 @@ function dormantCards({ rows, least_induction: induction, least_sink: sink }) {
       "heads that copy where something repeats, at the top heads that rest on " +
       "the first token where nothing does.";
     const points = () => block.points.map((point) => [point.name, point.x, point.y]);
-    return html(
+    const element = html(
       "section",
       { class: "card", "data-dormant": "" },
       html(
@@ -201,6 +194,7 @@ function dormantCards({ rows, least_induction: induction, least_sink: sink }) {
         rows: points,
       }),
     );
+    return { element, plot, draw };
   });
 }
 
@@ -282,15 +276,9 @@ export async function showMore(turn) {
       html("dd", {}, value === undefined ? "undefined here" : number(value)),
     );
   });
+  const grid = html("div", { class: "grid" });
   by("more").replaceChildren(
-    html(
-      "div",
-      { class: "grid" },
-      ...predictionsCard(state.details),
-      ...subsetsCard(subsets?.rows ?? []),
-      ...charts,
-      ...(dormant ? dormantCards(dormant) : []),
-    ),
+    grid,
     ...(shared.length
       ? [
           html("h3", {}, "The same for every head"),
@@ -298,4 +286,10 @@ export async function showMore(turn) {
         ]
       : []),
   );
+  fillAndDraw(grid, [
+    ...predictionsCard(state.details),
+    ...subsetsCard(subsets?.rows ?? []),
+    ...charts,
+    ...(dormant ? dormantCards(dormant) : []),
+  ]);
 }

@@ -2,7 +2,7 @@
 import { remember } from "../address.js";
 import { aboutHeads } from "../asking.js";
 import { behind } from "../behind.js";
-import { colourOf, isUndefined, number, scatter } from "../draw.js";
+import { MOST_WIDTH, colourOf, isUndefined, number, scatter } from "../draw.js";
 import { axisValue, rangeOf, ranked } from "../numbers.js";
 import {
   allHeads,
@@ -53,13 +53,12 @@ export async function showScatter(turn) {
       says: `${labelAt(i)}: ${x} ${number(right)}, ${y} ${number(up)}, ${colour} ${number(hue)}`,
     };
   });
-  const wide = by("scatter").clientWidth;
   const figure = scatter({
     points,
     xName: x,
     yName: y,
     title: `Heads by ${x} and ${y}, coloured by ${colour}`,
-    width: Math.min(wide, 620),
+    width: Math.min(by("scatter").clientWidth, MOST_WIDTH),
     height: 330,
     key: { ...looks, name: colour },
     onChoose: ({ i }) => choose({ head: cellAt(i) }),

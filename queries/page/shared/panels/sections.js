@@ -2,7 +2,7 @@
 import { aboutHeads, mayAskForAll } from "../asking.js";
 import { behind, literal, summaries } from "../behind.js";
 import { button } from "../card.js";
-import { breakable, html, isUndefined, lines, number } from "../draw.js";
+import { breakable, fillAndDraw, html, isUndefined, lines, number } from "../draw.js";
 import { comparison, differenceLooks, groups, kindOf, rangeOf, ranked } from "../numbers.js";
 import {
   by,
@@ -12,7 +12,6 @@ import {
   facts,
   label,
   labelAt,
-  modelName,
   place,
   runOf,
   scope,
@@ -26,6 +25,8 @@ import { showPicked } from "./scatter.js";
 import { offer } from "./sql.js";
 
 const MOST_SECTIONS = 24;
+
+const smallMap = (list, options) => headMap(list, { cell: 72, isSmall: true, ...options });
 
 export async function showSections(turn) {
   const statistic = chosen.statistic;
@@ -51,27 +52,22 @@ export async function showSections(turn) {
     const show = () => choose({ run_id: one.run_id, intervention: one.intervention, other: null });
     const isChosen = one.run_id === chosen.run_id && one.intervention === chosen.intervention;
     const name = button(breakable(sectionName(one)), show, {
-      title: modelName(runOf(one).model),
+      title: runOf(one).model,
       "aria-pressed": String(isChosen),
     });
-    const options = {
-      ...looks,
-      width: 190,
-      isSmall: true,
-      chosen: null,
-      title: `${statistic} in ${sectionName(one)}`,
-    };
-    return (
-      means[i] &&
-      html(
-        "figure",
-        { "data-section": sectionName(one) },
-        html("figcaption", {}, name),
-        headMap(means[i], options),
-      )
-    );
+    const draw = (width) =>
+      smallMap(means[i], {
+        ...looks,
+        width,
+        chosen: null,
+        title: `${statistic} in ${sectionName(one)}`,
+      });
+    const plot = html("div");
+    const attributes = { "data-section": sectionName(one) };
+    const element = html("figure", attributes, html("figcaption", {}, name), plot);
+    return means[i] && { element, plot, draw };
   };
-  by("sections").replaceChildren(...shown.map(small).filter(Boolean));
+  fillAndDraw(by("sections"), shown.map(small).filter(Boolean));
   state.checkpoints = shown
     .map((one, i) => ({ ...one, step: runOf(one).step, name: runOf(one).name, means: means[i] }))
     .filter(
@@ -123,19 +119,24 @@ export async function showMaps() {
       ? differenceLooks(difference, state.numbers[name].mean)
       : rangeOf(name, state.numbers[name].mean);
     const [first] = ranked(name);
-    const figure = headMap((difference ?? state.numbers[name]).mean, {
-      ...looks,
-      width: 190,
-      isSmall: true,
-      title: `${difference ? "Difference of " : ""}${name}`,
-    });
-    state.map?.figures.push(figure);
-    drawn.push(
-      html(
+    const draw = (width) => {
+      const figure = smallMap((difference ?? state.numbers[name]).mean, {
+        ...looks,
+        width,
+        title: `${difference ? "Difference of " : ""}${name}`,
+      });
+      state.map?.figures.push(figure);
+      return figure;
+    };
+    const plot = html("div");
+    drawn.push({
+      plot,
+      draw,
+      element: html(
         "figure",
         { "data-map": name },
         html("figcaption", {}, choice(name)),
-        figure,
+        plot,
         html(
           "p",
           { class: "note" },
@@ -159,9 +160,9 @@ export async function showMaps() {
             ]
           : []),
       ),
-    );
+    });
   }
-  by("maps").replaceChildren(...drawn);
+  fillAndDraw(by("maps"), drawn);
   showPicked();
 }
 
