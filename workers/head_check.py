@@ -399,8 +399,10 @@ def verdict(table: pa.Table, tasks: Collection[Task] = ("needles", "repeats")) -
         Answers(row["recall"], row["loss_after_repeats"], row.get("loss_of_text", 0.0))
         for row in rows
     )
-    judged = [_judged(answers, tasks) for answers in (with_chosen, full, with_none)]
-    is_within = "within" if judged[0].loses_nothing(*judged[1:]) else "not within"
+    judged, judged_full, judged_none = (
+        _judged(answers, tasks) for answers in (with_chosen, full, with_none)
+    )
+    is_within = "within" if judged.loses_nothing(judged_full, judged_none) else "not within"
     text = f", text {with_chosen.text_loss:.3f} against {full.text_loss:.3f}" if has_text else ""
     lines = [
         f"chosen heads: {is_within} {100 * TOLERANCE:.0f} % of the full cache "
