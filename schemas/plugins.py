@@ -1,0 +1,234 @@
+"""Plug-ins: files of one's own with statistics, inputs and interventions, written as ours are.
+
+A file is run once in a process, as a module whose name holds the digest of its bytes. So two
+versions of a file are two modules, and fingerprints cover its functions as they do ours. What it
+registers is in the registries while a scan is read or measured that names it (`activate`).
+"""
+
+import hashlib
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
+
+from pydantic_core import CoreSchema, core_schema
+
+from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.formula_kinds import CURVES, PROFILES
+from headcount.schemas.packages import PLUGIN_MODULES
+from headcount.schemas.registry import WAITING, Entry, Registry, in_words
+from headcount.schemas.values import shortened
+
+GROUP = "headcount.plugins"  # entry points of installed packages
+
+
+class Registration(NamedTuple):
+    """What a decorator of a plug-in asks for."""
+
+    registry: Registry[Any]
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A file of definitions, or functions that are passed as they are."""
+
+    place: str = field(compare=False)  # how a user names it
+    name: str  # of the file
+    content: bytes
+    functions: tuple[FunctionType, ...] = ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: object) -> CoreSchema:
+        """Tell pydantic to take it as it is."""
+        text = core_schema.to_string_ser_schema(when_used="always")
+        return core_schema.is_instance_schema(cls, serialization=text)
+
+    def __str__(self) -> str:
+        """How a user names it."""
+        return self.place
+
+    @cached_property
+    def digest(self) -> str:
+        """Of its bytes, in hexadecimal digits."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def file(self) -> str:
+        """What Python takes for the name of its file: no other version has it."""
+        return f"<{self.name} {self.digest[:12]}>"
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """What its decorators ask for, in order."""
+        if not self.functions:
+            return _registrations_of(self)
+        return [each for function in self.functions for each in _waiting_of(function)]
+
+    def line_of(self, function: Callable[..., Any]) -> str:
+        """Where one of its functions begins, for messages."""
+        return f"{self.place}, line {cast(FunctionType, function).__code__.co_firstlineno}"
+
+    def line_of_error(self, error: BaseException) -> str:
+        """The file and the last line of it that led to an error."""
+        if isinstance(error, SyntaxError) and error.filename == self.file:
+            return f"{self.place}, line {error.lineno}"
+        files = {self.file, *(each.__code__.co_filename for each in self.functions)}
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename in files]
+        return f"{self.place}, line {lines[-1]}" if lines else self.place
+
+
+def line_in_plugin(filename: str, line: int | None) -> str:
+    """A line of a plug-in in words, by what Python calls its file; empty if it is none.
+
+    >>> line_in_plugin("<my_heads.py 0123456789ab>", 7), line_in_plugin("batch.py", 7)
+    ('my_heads.py, line 7', '')
+    """
+    match = re.fullmatch(r"<(.+) [0-9a-f]{12}>", filename)
+    return f"{match[1]}, line {line}" if match else ""
+
+
+def read_plugins(requested: object) -> tuple[Plugin, ...]:
+    """The plug-ins that a scan names: files, installed packages, functions, or read ones."""
+    if not isinstance(requested, list | tuple):
+        raise ScanError(
+            f"plugins: expected a list of files, got {shortened(repr(requested), 60)}; write "
+            'plugins = ["my_heads.py"]'
+        )
+    plugins = tuple(map(_read, cast("list[object]", requested)))
+    for number, plugin in enumerate(plugins):
+        if plugin.name in [other.name for other in plugins[:number]]:
+            raise ScanError(f"plugins: expected each name once, got {plugin.name} twice")
+    return plugins
+
+
+def _read(requested: object) -> Plugin:
+    match requested:
+        case Plugin():
+            return requested
+        case FunctionType():
+            if not _waiting_of(requested):
+                raise ScanError(
+                    f"plugins: {requested.__name__} has no decorator, such as @statistic(SOURCE)"
+                )
+            name = requested.__name__
+            return Plugin(requested.__code__.co_filename, name, b"", (requested,))
+        case str() | Path():
+            place = str(requested)
+            path = Path(place) if place.endswith(".py") else _installed(place)
+            try:
+                return Plugin(place, path.name, path.expanduser().read_bytes())
+            except OSError as error:
+                raise ScanError(
+                    f"plugins: {place}: cannot be read ({error.strerror}); expected a Python file"
+                ) from None
+        case _:
+            raise ScanError(
+                f"plugins: expected a file, got {shortened(repr(requested), 60)}; write "
+                'plugins = ["my_heads.py"]'
+            )
+
+
+def _installed(name: str) -> Path:
+    """The file of an installed plug-in; its package says which module that is."""
+    modules = {point.name: point.module for point in entry_points(group=GROUP)}
+    if name not in modules:
+        raise ScanError(
+            f"plugins: {unknown('installed plug-in', name, modules)}; a file's name ends in .py"
+        )
+    try:
+        spec = find_spec(modules[name])
+    except ImportError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ScanError(f"plugins: {name}: its package has no module {modules[name]}")
+    return Path(spec.origin)
+
+
+@cache
+def _registrations_of(plugin: Plugin) -> list[Registration]:
+    """Run the file of a plug-in; whatever is wrong with it is one line."""
+    module = module_of(plugin)
+    try:
+        source = plugin.content.decode()
+        # For tracebacks and `inspect.getsource`: there may be no such file on this machine.
+        lines = source.splitlines(keepends=True)
+        linecache.cache[plugin.file] = (len(source), None, lines, plugin.file)
+        vars(module)[WAITING] = []
+        exec(compile(source, plugin.file, "exec", dont_inherit=True), vars(module))
+        registrations = [Registration(*each) for each in vars(module)[WAITING]]
+    except (Exception, SystemExit) as error:
+        raise ScanError(f"{plugin.line_of_error(error)}: {in_words(error)}") from error
+    for _, entry in registrations:
+        try:
+            _ = entry.fingerprint
+        except Exception as error:
+            raise ScanError(f"{plugin.line_of(entry.function)}: {in_words(error)}") from None
+    return registrations
+
+
+@cache
+def module_of(plugin: Plugin) -> ModuleType:
+    """The module that a plug-in becomes; it is empty until the file was run."""
+    stem = plugin.name.removesuffix(".py").replace(".", "_")
+    module = ModuleType(f"{PLUGIN_MODULES}{plugin.digest[:12]}.{stem}")
+    module.__file__ = plugin.file
+    # Where Python looks for the module of a class or a function.
+    sys.modules[module.__name__] = module
+    return module
+
+
+def _waiting_of(function: FunctionType) -> list[Registration]:
+    """What the decorators of a function asked for."""
+    waiting = function.__globals__.get(WAITING, [])
+    return [Registration(*each) for each in waiting if each[1].function is function]
+
+
+_active: tuple[Plugin, ...] = ()
+_added: list[tuple[Registry[Any], str]] = []
+
+
+def activate(plugins: tuple[Plugin, ...]) -> None:
+    """Let the registries of this process hold what these plug-ins register, and no others."""
+    global _active
+    if plugins == _active:
+        return
+    for registry, name in _added:
+        registry.pop(name, None)
+    _added.clear()
+    _active = ()
+    by_registry = [
+        (registry, plugin, entry) for plugin in plugins for registry, entry in plugin.registrations
+    ]
+    places: dict[tuple[int, str], str] = {}  # of the names that plug-ins have taken
+    for registry, plugin, entry in by_registry:
+        name, line = entry.function.__name__, plugin.line_of(entry.function)
+        what = f"{line}: {registry.word} {name!r}"
+        if (other := places.get((id(registry), name))) is not None:
+            raise ScanError(f"{what} is defined before, in {other}; call one of them otherwise")
+        if name in _names(registry):
+            raise ScanError(f"{what} is one of headcount's own; call it otherwise")
+        places[id(registry), name] = line
+    for registry, _, entry in by_registry:
+        # A profile may be kept of every sequence.
+        targets: list[Registry[Any]] = [registry]
+        if registry is PROFILES:
+            targets.append(CURVES)
+        for target in targets:
+            target[entry.name] = entry
+            _added.append((target, entry.name))
+    _active = plugins
+
+
+def _names(registry: Registry[Any]) -> set[str]:
+    entries: Iterable[Entry] = registry.values()
+    return {*registry, *(entry.function.__name__ for entry in entries)}
