@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -41,7 +41,7 @@ class Registration(NamedTuple):
 class Plugin:
     """A file of definitions, or functions that are passed as they are."""
 
-    place: str = field(compare=False)  # how a user names it
+    place: str  # how a user names it
     name: str  # of the file
     content: bytes
     functions: tuple[FunctionType, ...] = ()
@@ -64,7 +64,7 @@ class Plugin:
     @property
     def file(self) -> str:
         """What Python takes for the name of its file: no other version has it."""
-        return f"<{self.name} {self.digest[:12]}>"
+        return f"<{self.place} {self.digest[:12]}>"
 
     @property
     def registrations(self) -> list[Registration]:
@@ -72,19 +72,6 @@ class Plugin:
         if not self.functions:
             return _registrations_of(self)
         return [each for function in self.functions for each in _waiting_of(function)]
-
-    def line_of(self, function: Callable[..., Any]) -> str:
-        """Where one of its functions begins, for messages."""
-        return f"{self.place}, line {cast(FunctionType, function).__code__.co_firstlineno}"
-
-    def line_of_error(self, error: BaseException) -> str:
-        """The file and the last line of it that led to an error."""
-        if isinstance(error, SyntaxError) and error.filename == self.file:
-            return f"{self.place}, line {error.lineno}"
-        files = {self.file, *(each.__code__.co_filename for each in self.functions)}
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename in files]
-        return f"{self.place}, line {lines[-1]}" if lines else self.place
 
 
 def line_in_plugin(filename: str, line: int | None) -> str:
@@ -95,6 +82,23 @@ def line_in_plugin(filename: str, line: int | None) -> str:
     """
     match = re.fullmatch(r"<(.+) [0-9a-f]{12}>", filename)
     return f"{match[1]}, line {line}" if match else ""
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    """Where a function begins, its decorators included."""
+    code = cast(FunctionType, function).__code__
+    line = line_in_plugin(code.co_filename, code.co_firstlineno)
+    return line or f"{code.co_filename}, line {code.co_firstlineno}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """The last line of a plug-in that led to an error; empty if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    lines = [line_in_plugin(*each) for each in places]
+    return next(filter(None, reversed(lines)), "")
 
 
 def read_plugins(requested: object) -> tuple[Plugin, ...]:
@@ -165,15 +169,9 @@ def _registrations_of(plugin: Plugin) -> list[Registration]:
         linecache.cache[plugin.file] = (len(source), None, lines, plugin.file)
         vars(module)[WAITING] = []
         exec(compile(source, plugin.file, "exec", dont_inherit=True), vars(module))
-        registrations = [Registration(*each) for each in vars(module)[WAITING]]
     except (Exception, SystemExit) as error:
-        raise ScanError(f"{plugin.line_of_error(error)}: {in_words(error)}") from error
-    for _, entry in registrations:
-        try:
-            _ = entry.fingerprint
-        except Exception as error:
-            raise ScanError(f"{plugin.line_of(entry.function)}: {in_words(error)}") from None
-    return registrations
+        raise ScanError(f"{line_of_error(error) or plugin.place}: {in_words(error)}") from error
+    return [Registration(*each) for each in vars(module)[WAITING]]
 
 
 @cache
@@ -206,29 +204,44 @@ def activate(plugins: tuple[Plugin, ...]) -> None:
         registry.pop(name, None)
     _added.clear()
     _active = ()
-    by_registry = [
-        (registry, plugin, entry) for plugin in plugins for registry, entry in plugin.registrations
-    ]
-    places: dict[tuple[int, str], str] = {}  # of the names that plug-ins have taken
-    for registry, plugin, entry in by_registry:
-        name, line = entry.function.__name__, plugin.line_of(entry.function)
-        what = f"{line}: {registry.word} {name!r}"
-        if (other := places.get((id(registry), name))) is not None:
-            raise ScanError(f"{what} is defined before, in {other}; call one of them otherwise")
-        if name in _names(registry):
-            raise ScanError(f"{what} is one of headcount's own; call it otherwise")
-        places[id(registry), name] = line
-    for registry, _, entry in by_registry:
-        # A profile may be kept of every sequence.
+    registrations = [each for plugin in plugins for each in plugin.registrations]
+    _check_names(registrations)
+    for registry, entry in registrations:
         targets: list[Registry[Any]] = [registry]
+        # A profile may be kept of every sequence.
         if registry is PROFILES:
             targets.append(CURVES)
         for target in targets:
             target[entry.name] = entry
             _added.append((target, entry.name))
     _active = plugins
+    _check_fingerprints([each for plugin in plugins for each in _kept(plugin)])
 
 
-def _names(registry: Registry[Any]) -> set[str]:
-    entries: Iterable[Entry] = registry.values()
-    return {*registry, *(entry.function.__name__ for entry in entries)}
+def _kept(plugin: Plugin) -> list[Registration]:
+    """What runs know by its fingerprint: no run keeps functions."""
+    return [] if plugin.functions else plugin.registrations
+
+
+def _check_names(registrations: Iterable[Registration]) -> None:
+    """Refuse a name that two plug-ins define, or that is one of ours."""
+    lines: dict[tuple[int, str], str] = {}  # of the names that plug-ins have taken
+    for registry, entry in registrations:
+        name, line = entry.function.__name__, line_of(entry.function)
+        what = f"{line}: {registry.word} {name!r}"
+        if (other := lines.get((id(registry), name))) is not None:
+            raise ScanError(f"{what} is defined before, in {other}; call one of them otherwise")
+        ours: Iterable[Entry] = registry.values()
+        if name in {*registry, *(each.function.__name__ for each in ours)}:
+            raise ScanError(f"{what} is one of headcount's own; call it otherwise")
+        lines[id(registry), name] = line
+
+
+def _check_fingerprints(registrations: Iterable[Registration]) -> None:
+    """Refuse what has no fingerprint, such as a function that reads a lock."""
+    for _, entry in registrations:
+        try:
+            _ = entry.fingerprint
+        except Exception as error:
+            activate(())
+            raise ScanError(f"{line_of(entry.function)}: {in_words(error)}") from None

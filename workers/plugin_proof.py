@@ -18,14 +18,19 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import HeadcountError, MeasureError, ScanError
+from headcount.schemas.errors import MeasureError, ModelError, ScanError
 from headcount.schemas.formula_kinds import CURVES, PREDICTIONS, PROFILES, STATISTICS
 from headcount.schemas.formulas import Formula
-from headcount.schemas.plugins import Plugin, activate, module_of
-from headcount.schemas.registry import in_words
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.plugins import Plugin, activate, line_of, line_of_error, module_of
+from headcount.schemas.registry import REQUIRED, Entry, in_words
+from headcount.schemas.scans.intervention import NONE, parse_intervention
+from headcount.schemas.scans.scan import Scan, parse_scan
 from headcount.workers.doctest_names import NAMES
 from headcount.workers.engine.fused_pattern import FusedPattern
+from headcount.workers.inputs import InputFamily
+from headcount.workers.inputs.sequences import Sequences
+from headcount.workers.interventions import INTERVENTIONS, bind
+from headcount.workers.interventions.intervention_registry import RegisteredIntervention
 from headcount.workers.measurements.batch import Requested
 from headcount.workers.measurements.weight_tables import tables_of_weights
 from headcount.workers.model.info.description import described
@@ -42,27 +47,28 @@ EXACT = 1e-4
 ROUNDED, MOST_FAR = 1e-3, 0.01
 """How far float32 may be from float64, and the share of values that may be farther."""
 
+OF_INTERVENTIONS = ("sink_mass", "entropy", "value_norm", "head_result_norm")
+"""What an intervention is looked at by."""
+
 Values = dict[str, np.ndarray]  # by formula: `[sequence …]`
-Located = tuple[Plugin, Formula]
 
 _proven: set[tuple[Plugin, str, str]] = set()  # with engine and code, in this process
 
 
 def check_plugins(plugins: tuple[Plugin, ...], engine: str) -> None:
     """Refuse plug-ins with a counterexample; what was proven on this machine is not tried again."""
+    if not plugins:
+        return
     code = code_fingerprint()
     unproven = [each for each in plugins if not _is_proven(each, engine, code)]
-    if not unproven:
-        return
     prove(plugins, unproven, engine)
-    _proven.update((each, engine, code) for each in unproven)
     for plugin in unproven:
-        if not plugin.functions:
-            # Of a machine that keeps nothing the proof is only made again.
-            with suppress(OSError, RuntimeError):
-                record = _record_of(plugin)
-                record.parent.mkdir(parents=True, exist_ok=True)
-                record.write_text(f"{engine} {code}")
+        _proven.add((plugin, engine, code))
+        # Of a machine that keeps nothing the proof is only made again.
+        with suppress(OSError, RuntimeError):
+            if not plugin.functions:
+                _record_of(plugin).parent.mkdir(parents=True, exist_ok=True)
+                _record_of(plugin).write_text(f"{engine} {code}")
 
 
 def has_run_here(plugin: Plugin) -> bool:
@@ -73,11 +79,10 @@ def has_run_here(plugin: Plugin) -> bool:
 
 
 def _is_proven(plugin: Plugin, engine: str, code: str) -> bool:
-    if (plugin, engine, code) in _proven:
-        return True
     with suppress(OSError, RuntimeError, ValueError):
-        return not plugin.functions and _record_of(plugin).read_text() == f"{engine} {code}"
-    return False
+        if not plugin.functions and _record_of(plugin).read_text() == f"{engine} {code}":
+            return True
+    return (plugin, engine, code) in _proven
 
 
 def _record_of(plugin: Plugin) -> Path:
@@ -87,192 +92,199 @@ def _record_of(plugin: Plugin) -> Path:
 def prove(plugins: tuple[Plugin, ...], unproven: Sequence[Plugin], engine: str) -> None:
     """Try the definitions of some plug-ins, while all of them are active."""
     activate(plugins)
-    located: list[Located] = []
     for plugin in unproven:
-        _run_examples(plugin)
-        formulas = [each.entry for each in plugin.registrations]
-        located += [(plugin, each) for each in formulas if isinstance(each, Formula)]
-    for needs_gradients in (False, True):
-        # A backward pass goes through the fused engine alone.
-        engines = ("dense",) if engine == "dense" else ("fused", "dense")[: 2 - needs_gradients]
-        group = [each for each in located if each[1].needs_gradients == needs_gradients]
+        if not plugin.functions:
+            _run_examples(plugin)
+    entries = [each.entry for plugin in unproven for each in plugin.registrations]
+    engines = ("dense",) if engine == "dense" else ("fused", "dense")
+    formulas = [each for each in entries if isinstance(each, Formula)]
+    # A backward pass goes through the fused engine alone.
+    for needs_gradients, able in ((False, engines), (True, engines[:1])):
+        group = [each for each in formulas if each.needs_gradients == needs_gradients]
         if group:
-            _Trial(plugins, group).run(engines)
+            _Trial(plugins, {formula.name: formula for formula in group}).run(able)
+    for entry in entries:
+        if any(option.default is REQUIRED for option in entry.options.values()):
+            continue  # A scan says with which values it is tried.
+        if isinstance(entry, RegisteredIntervention):
+            _try_intervention(plugins, entry, engines)
+        elif isinstance(entry, InputFamily) and entry.synthetic:
+            _try_family(plugins, entry)
+
+
+def refusal(entry: Entry, problem: str) -> ScanError:
+    """The error that a definition is refused with."""
+    return ScanError(f"{line_of(entry.function)}: {entry.function.__name__}: {problem}")
 
 
 def _run_examples(plugin: Plugin) -> None:
-    """Run the examples of docstrings, as ours are run by tests."""
-    if plugin.functions:
-        return
+    """Run the examples of docstrings, as tests run ours."""
     module = module_of(plugin)
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    for test in finder.find(module, plugin.name, module, NAMES | vars(module)):
+    for test in doctest.DocTestFinder().find(module, plugin.name, module, NAMES | vars(module)):
         try:
             doctest.DebugRunner(verbose=False).run(test)
         except doctest.DocTestFailure as failure:
-            example, problem = failure.example, f"got {failure.got.strip()}"
+            example, outcome = failure.example, failure.got.strip()
         except doctest.UnexpectedException as failure:
-            example, problem = failure.example, f"got {in_words(failure.exc_info[1])}"
+            example, outcome = failure.example, in_words(failure.exc_info[1])
         else:
             continue
         line = (test.lineno or 0) + example.lineno + 1
         raise ScanError(
             f"{plugin.place}, line {line}: the example {example.source.strip()} expects "
-            f"{example.want.strip() or 'nothing'}, {problem}"
+            f"{example.want.strip() or 'nothing'}, got {outcome}"
         )
 
 
-def refusal(plugin: Plugin, formula: Formula, problem: str) -> ScanError:
-    """The error that a formula is refused with."""
-    line = plugin.line_of(formula.function)
-    return ScanError(f"{line}: {formula.kind.word} {formula.function_name}: {problem}")
+def _try_intervention(
+    plugins: tuple[Plugin, ...], entry: RegisteredIntervention, engines: Sequence[str]
+) -> None:
+    """Look at the calls of an intervention, and at what statistics of ours say under it."""
+    bound = bind(parse_intervention(entry.name))
+    if bound.needs_partner or bound.needs_labels:
+        return
+    INTERVENTIONS[entry.name] = replace(entry, function=watched(entry, _change_problem))
+    try:
+        # The small model may lack what is changed.
+        with suppress(ModelError):
+            _Trial(plugins, dict.fromkeys(OF_INTERVENTIONS, entry), entry.name).run(engines)
+    finally:
+        INTERVENTIONS[entry.name] = entry
+
+
+def _try_family(plugins: tuple[Plugin, ...], entry: InputFamily) -> None:
+    """Draw sequences twice; a sequence may depend on the draw alone."""
+    scan = scan_of(plugins, {"input": {"family": entry.name}}, 3)
+    try:
+        first, again = (Sequences(scan, described(scan)).shard(0).tokens for _ in range(2))
+    except ScanError:
+        return  # It may ask for another length: planning says so of the scan itself.
+    if not np.array_equal(first, again):
+        raise refusal(entry, "draws other tokens when it is asked again; draw them from draw.rng")
+
+
+def scan_of(plugins: tuple[Plugin, ...], fields: Mapping[str, Any], sequences: int) -> Scan:
+    """A scan of the small model."""
+    small = {"model": MODEL, "n_ctx": N_CTX, "sequences": sequences, "batch_size": sequences}
+    given = {"bos": False, "input": {"family": "given"}, "statistics": ["sink_mass"]}
+    return parse_scan({**small, **given, **fields, "plugins": plugins})
 
 
 class _Trial:
-    """Some formulas on a few sequences."""
+    """Some formulas on a few sequences, each with the definition that is to blame for its values.
 
-    def __init__(self, plugins: tuple[Plugin, ...], located: Sequence[Located]) -> None:
+    These are the formulas themselves, or an intervention under which ours are measured.
+    """
+
+    def __init__(
+        self, plugins: tuple[Plugin, ...], blamed: Mapping[str, Entry], intervention: str = "none"
+    ) -> None:
         self.plugins = plugins
-        self.located = {formula.name: (plugin, formula) for plugin, formula in located}
-        generator = np.random.default_rng(0)
-        drawn = generator.integers(0, 256, (3, N_CTX))
+        self.blamed = blamed
+        self.intervention = parse_intervention(intervention)
+        drawn = np.random.default_rng(0).integers(0, 256, (3, N_CTX))
         drawn[:2, N_CTX // 2 :] = drawn[:2, : N_CTX // 2]  # Each token comes twice.
         text = np.frombuffer(TEXT[: 2 * N_CTX], np.uint8).reshape(2, N_CTX)
         self.tokens = np.concatenate([text, drawn]).astype(np.int32)
 
     def run(self, engines: Sequence[str]) -> None:
         """Try every formula; raises for the first counterexample."""
-        by_engine: dict[str, Values] = {}
+        exact: Values = {}
         for engine in engines:
-            for precision in ("float64", "float32"):
-                replica = self._replica(engine, precision)
-                values = self._measured(replica, self.tokens)
-                if precision == "float32":
-                    self._check_rounding(by_engine[engine], values)
-                    continue
-                if not by_engine:
-                    self._check_weights(replica)
-                    self._check_sequences(replica, values)
-                by_engine[engine] = values
-        if len(by_engine) == 2:
-            words = "the fused engine gives {}, the dense one {}"
-            self._check_same(words, by_engine["fused"], by_engine["dense"])
+            replica = self._replica(engine, "float64")
+            values = self._measured(replica, self.tokens)
+            if not exact:
+                exact = values
+                self._check_weights(replica)
+                self._check_sequences(replica, values)
+            self._check_same("the fused engine gives {}, the dense one {}", exact, values)
+            rounded = self._measured(self._replica(engine, "float32"), self.tokens)
+            self._check_same("float64 gives {}, float32 {}", values, rounded, ROUNDED, MOST_FAR)
 
     def _replica(self, engine: str, precision: str) -> Replica:
-        fields: dict[str, Any] = {}
-        for name, (_, formula) in self.located.items():
-            field = CURVES.field if self._is_curve(formula) else formula.kind.field
-            fields.setdefault(field, []).append(formula.text if formula.arguments else name)
-        scan = parse_scan(
-            {"statistics": ["sink_mass"]}  # A scan without any is refused.
-            | fields
-            | {"model": MODEL, "n_ctx": N_CTX, "sequences": len(self.tokens), "bos": False}
-            | {"batch_size": len(self.tokens)}
-            | {"input": {"family": "given"}, "engine": engine, "precision": precision}
-            | {"plugins": self.plugins}
-        )
+        fields: dict[str, Any] = {"engine": engine, "precision": precision}
+        for name, entry in self.blamed.items():
+            field = STATISTICS.field
+            if isinstance(entry, Formula):
+                # As a curve, each sequence of a profile can be looked at.
+                is_curve = entry.kind is PROFILES and entry.axis != "pair"
+                field = CURVES.field if is_curve else entry.kind.field
+            fields.setdefault(field, []).append(name)
+        fields["interventions"] = [str(self.intervention)]
+        scan = scan_of(self.plugins, fields, len(self.tokens))
         replica = Replica(described(scan), scan, "cpu")
-        watched = {
-            kind.field: [self._watched(each) for each in scan.formulas(kind)]
-            for kind in scan.kinds()
-        }
-        replica.requested = Requested(watched, replica.requested.heads)
+        if self.intervention == NONE:
+            watched_formulas = {
+                kind.field: [
+                    replace(each, function=watched(each, _value_problem))
+                    for each in scan.formulas(kind)
+                ]
+                for kind in scan.kinds()
+            }
+            replica.requested = Requested(watched_formulas, replica.requested.heads)
         return replica
-
-    @staticmethod
-    def _is_curve(formula: Formula) -> bool:
-        """Whether it is measured as a curve: each sequence can then be looked at."""
-        return formula.kind is PROFILES and formula.axis != "pair"
-
-    def _watched(self, formula: Formula) -> Formula:
-        if formula.name not in self.located:
-            return formula
-        plugin, _ = self.located[formula.name]
-        return replace(formula, function=watched(plugin, formula))
 
     def _measured(self, replica: Replica, tokens: np.ndarray) -> Values:
         try:
-            measured = replica.measure(tokens)
+            measured = replica.measure(tokens, self.intervention)
         except MeasureError as error:
-            for name, (plugin, formula) in self.located.items():
-                if f"{name} is not finite" in str(error):
-                    where = str(error).partition(";")[0].replace(" of the shard", "")
-                    raise refusal(
-                        plugin, formula, f"{where}; say with defined=… where it has a value"
-                    ) from None
-            raise
-        values = {
-            name: columns[name]
-            for columns in measured.tables.values()
-            for name in self.located
-            if name in columns
-        }
-        for name, array in values.items():
-            self._check_range(name, array)
+            where = str(error).partition(";")[0].replace(" of the shard", "")
+            name = next(name for name in self.blamed if f"{name} is not finite" in where)
+            advice = "; say with defined=… where it has a value" * (self.intervention == NONE)
+            raise refusal(self.blamed[name], where + advice) from None
+        columns = {n: array for table in measured.tables.values() for n, array in table.items()}
+        values = {name: columns[name] for name in self.blamed if name in columns}
+        for name, entry in self.blamed.items():
+            if isinstance(entry, Formula) and name in values:
+                _check_range(entry, values[name])
         return values
-
-    def _check_range(self, name: str, values: np.ndarray) -> None:
-        plugin, formula = self.located[name]
-        low, high = formula.range
-        with np.errstate(invalid="ignore"):
-            slack = EXACT * np.maximum(1, np.abs(values))
-            is_outside = (values < low - slack) | (values > high + slack)
-        if is_outside.any():
-            place = tuple(np.argwhere(is_outside)[0].tolist())
-            raise refusal(
-                plugin,
-                formula,
-                f"expected {low:g} to {high:g} ({formula.unit}), got {values[place]:g} "
-                f"{_where(place)}",
-            )
 
     def _check_weights(self, replica: Replica) -> None:
         """Try statistics of weights, whose values no pass gives."""
         for table in tables_of_weights(replica.model, replica.scan).values():
-            for name, (plugin, formula) in self.located.items():
-                rows = table.filter([each == name for each in table["weight"].to_pylist()])
-                values = rows["value"].to_numpy()
-                if not np.isfinite(values).all():
-                    raise refusal(plugin, formula, "expected numbers, got NaN or infinity")
+            for row in table.select(["weight", "value"]).to_pylist():
+                if not np.isfinite(row["value"]):
+                    raise refusal(self.blamed[row["weight"]], f"got {row['value']}")
 
     def _check_sequences(self, replica: Replica, together: Values) -> None:
         """Try a sequence alone, and with another last token."""
         alone = self._measured(replica, self.tokens[-1:])
         of_last = {name: values[-1:] for name, values in together.items()}
-        words = "in a batch it is {}, and of the same sequence alone {}"
-        self._check_same(words, of_last, alone)
+        self._check_same("in a batch it is {}, and of the sequence alone {}", of_last, alone)
         changed = self.tokens[-1:].copy()
         changed[:, -1] = (changed[:, -1] + 1) % 256
         later = self._measured(replica, changed)
         # What is given for each query, but for the last one.
         by_query = [
             name
-            for name, (_, formula) in self.located.items()
-            if formula.per_token or (formula.axis == "query" and name in alone)
+            for name, entry in self.blamed.items()
+            if isinstance(entry, Formula) and (entry.per_token or entry.axis == "query")
         ]
-        words = "a later token changes it from {} to {}"
         before, after = (
             {name: values[name][..., : N_CTX - 1] for name in by_query} for values in (alone, later)
         )
-        self._check_same(words, before, after)
+        self._check_same("a later token changes it from {} to {}", before, after)
 
-    def _check_rounding(self, exact: Values, rounded: Values) -> None:
-        for name, values in rounded.items():
-            far = _apart(values, exact[name], ROUNDED)
-            if far.mean() > MOST_FAR:
+    def _check_same(
+        self, words: str, first: Values, second: Values, tolerance: float = EXACT, most: float = 0
+    ) -> None:
+        for name, values in first.items():
+            far = _apart(values, second[name], tolerance)
+            if far.mean() > most:
                 place = tuple(np.argwhere(far)[0].tolist())
-                both = f"{values[place]:g} and {exact[name][place]:g}"
-                raise refusal(
-                    *self.located[name], f"float32 and float64 give {both} {_where(place)}"
-                )
+                numbers = words.format(f"{values[place]:g}", f"{second[name][place]:g}")
+                of = "" if self.intervention == NONE else f"{name}: "
+                raise refusal(self.blamed[name], f"{of}{numbers} {_where(place)}")
 
-    def _check_same(self, words: str, first: Values, second: Values) -> None:
-        for name in first.keys() & second.keys():
-            far = _apart(first[name], second[name], EXACT)
-            if far.any():
-                place = tuple(np.argwhere(far)[0].tolist())
-                numbers = words.format(f"{first[name][place]:g}", f"{second[name][place]:g}")
-                raise refusal(*self.located[name], f"{numbers} {_where(place)}")
+
+def _check_range(formula: Formula, values: np.ndarray) -> None:
+    low, high = formula.range
+    slack = EXACT * np.maximum(1, np.abs(values))
+    is_outside = (values < low - slack) | (values > high + slack)
+    if is_outside.any():
+        place = tuple(np.argwhere(is_outside)[0].tolist())
+        expected = f"expected {low:g} to {high:g} ({formula.unit})"
+        raise refusal(formula, f"{expected}, got {values[place]:g} {_where(place)}")
 
 
 def _apart(first: np.ndarray, second: np.ndarray, tolerance: float) -> np.ndarray:
@@ -288,28 +300,33 @@ def _where(place: Sequence[int]) -> str:
     return f"({', '.join(f'{word} {number}' for word, number in numbers)})"
 
 
-def watched(plugin: Plugin, formula: Formula) -> Callable[..., Tensor]:
-    """The function of a formula, looked at while it is called."""
-    function = formula.function
+Problem = Callable[[Any, Tensor, Mapping[str, Any]], str | None]
+"""What is wrong with the value of an entry, by what it has read."""
+
+
+def watched(entry: Entry, problem_of: Problem) -> Callable[..., Tensor]:
+    """The function of an entry, looked at while it is called."""
+    function = entry.function
 
     @wraps(function)
     def with_checks(*read: Any, **options: Any) -> Tensor:  # noqa: ANN401 - whatever it reads
-        by_name = dict(zip(formula.parameters, read, strict=True))
+        by_name = dict(zip(entry.parameters, read, strict=True))
         before = dict(_copies(by_name))
         try:
             value = function(*read, **options)
             again = function(*read, **options)
         except Exception as error:
-            raise _raised(plugin, formula, error) from error
+            raise _raised(entry, error) from error
         after = dict(_copies(by_name))
         if changed := [name for name in before if not _same(before[name], after[name])]:
-            raise refusal(plugin, formula, f"changes {changed[0]}; return a new tensor")
-        if problem := _shape_problem(formula, value, by_name):
-            raise refusal(plugin, formula, problem)
+            raise refusal(entry, f"changes {changed[0]}; return a new tensor")
+        if not isinstance(value, Tensor):
+            raise refusal(entry, f"expected a tensor, got {type(value).__name__}")
+        if problem := problem_of(entry, value, by_name):
+            raise refusal(entry, problem)
         if not _same(value, again):
             raise refusal(
-                plugin,
-                formula,
+                entry,
                 "gives another value when it is asked again; it must not change answers of the "
                 "pattern, nor draw random numbers",
             )
@@ -318,21 +335,20 @@ def watched(plugin: Plugin, formula: Formula) -> Callable[..., Tensor]:
     return with_checks
 
 
-def _raised(plugin: Plugin, formula: Formula, error: Exception) -> HeadcountError:
-    """The refusal of a formula that raised an error."""
-    line = plugin.line_of_error(error)
-    name = formula.function_name
+def _raised(entry: Entry, error: Exception) -> ScanError:
+    """The refusal of a definition that raised an error."""
+    where = f"{line_of_error(error) or line_of(entry.function)}: {entry.function.__name__}"
     if isinstance(error, AttributeError) and isinstance(error.obj, FusedPattern):
         return ScanError(
-            f"{line}: {name}: asks the pattern for {error.name!r}, which the fused engine does "
-            "not answer; headcount.schemas.pattern has its questions, and engine = 'dense' has "
-            "the whole matrix"
+            f"{where}: asks the pattern for {error.name!r}, which the fused engine does not "
+            "answer; headcount.schemas.pattern has its questions, and engine = 'dense' has the "
+            "whole matrix"
         )
-    return ScanError(f"{line}: {name}: {type(error).__name__}: {error}")
+    return ScanError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _copies(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Copies of the tensors in what a formula reads."""
+    """Copies of the tensors in what is read."""
     for name, value in values.items():
         if isinstance(value, Tensor):
             yield name, value.clone()
@@ -344,10 +360,8 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
-def _shape_problem(formula: Formula, value: object, read: Mapping[str, Any]) -> str | None:
-    """What is wrong with the shape of a value, if anything is."""
-    if not isinstance(value, Tensor):
-        return f"expected a tensor, got {type(value).__name__}"
+def _value_problem(formula: Formula, value: Tensor, read: Mapping[str, Any]) -> str | None:
+    """What is wrong with the shape of a formula's value."""
     shape = list(value.shape)
     if formula.kind is PREDICTIONS and len(shape) != 1 + formula.per_token:
         return f"expected {'[batch pos]' if formula.per_token else '[batch]'}, got shape {shape}"
@@ -356,3 +370,10 @@ def _shape_problem(formula: Formula, value: object, read: Mapping[str, Any]) -> 
         if shape not in ([*sizes], [*sizes[:1]]) or not shape:
             return f"expected [batch head] {[*sizes]} or [batch], got shape {shape}"
     return None
+
+
+def _change_problem(entry: Entry, value: Tensor, read: Mapping[str, Any]) -> str | None:
+    """What is wrong with what an intervention makes of its target."""
+    target = entry.parameters[0]
+    expected, shape = list(read[target].shape), list(value.shape)
+    return None if shape == expected else f"expected {target} {expected}, got shape {shape}"

@@ -28,7 +28,7 @@ from headcount.schemas.files.run_directory import RunDirectory, data_path, shard
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.kinds import KINDS, kinds_of, table_schema
 from headcount.schemas.places import reason, store_error, write_whole
-from headcount.schemas.plugins import line_in_plugin
+from headcount.schemas.plugins import line_of_error
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.tables import SEQUENCES, Table, with_partitions
 from headcount.workers.first_write import write_new
@@ -247,10 +247,9 @@ def failure_of(shard: int, error: Exception) -> Failure:
     """A shard's failure in one line: of an error not of ours, its type and where it came from."""
     if isinstance(error, HeadcountError):
         return Failure(shard, str(error), isinstance(error, WriteError))
-    frames = traceback.extract_tb(error.__traceback__)
-    if lines := [*filter(None, (line_in_plugin(each.filename, each.lineno) for each in frames))]:
-        return Failure(shard, f"{lines[-1]}: {type(error).__name__}: {error}")
-    origin = frames[-1]
+    if line := line_of_error(error):
+        return Failure(shard, f"{line}: {type(error).__name__}: {error}")
+    origin = traceback.extract_tb(error.__traceback__)[-1]
     return Failure(shard, f"{type(error).__name__}: {error} ({origin.name}, line {origin.lineno})")
 
 

@@ -41,6 +41,32 @@ def last_delimiters(tokens: Tensor) -> TokenPairs:
 '''
 
 
+OWN_CHANGES = '''\
+"""An input family and an intervention."""
+
+import numpy as np
+
+from headcount.schemas.pattern import Tensor
+from headcount.schemas.values import Count, Factor
+from headcount.workers.inputs import Draw, input_family
+from headcount.workers.interventions import intervention
+
+
+@input_family
+def letters(draw: Draw, *, words: Count = 4) -> np.ndarray:
+    """Random letters in words of one length, with spaces between them."""
+    tokens = draw.rng.integers(ord("a"), ord("z") + 1, draw.length)
+    tokens[words :: words + 1] = ord(" ")
+    return tokens
+
+
+@intervention
+def shrink_values(v: Tensor, *, factor: Factor = 0.5) -> Tensor:
+    """Values are multiplied by a factor."""
+    return factor * v
+'''
+
+
 def statistic_file(body: str, name: str = "tried", decorator: str = '@statistic("here")') -> str:
     """A plug-in with one statistic, whose function begins in line 8."""
     return f'''{HEADER}

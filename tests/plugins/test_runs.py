@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import headcount
+from headcount.jobs.plan.resolved_scan import resolve
 from headcount.schemas.errors import ScanError
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern
 from headcount.schemas.plugins import read_plugins
+from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.units import Probability
 from headcount.workers.plugin_proof import prove
-from tests.plugins.files import DELIMITERS, HEADER, statistic_file
+from tests.plugins.files import DELIMITERS, HEADER, OWN_CHANGES, statistic_file
 from tests.toys.commands import ended, error_of, printed
 from tests.toys.refusals import refused
 
@@ -130,7 +132,7 @@ BAD = {
     "return pattern.key(0).mul_(0.5).mean(-1)": "gives another value when it is asked again",
     "return torch.rand(pattern.key(0).shape[:2])": "gives another value when it is asked again",
     "tokens[:, 0] = 0; return pattern.key(0).mean(-1)": "changes tokens; return a new tensor",
-    "return (pattern.key(0).mean(-1) * 1e4).frac()": "float32 and float64 give 0.",
+    "return (pattern.key(0).mean(-1) * 1e4).frac()": "float64 gives 0.",
     "return pattern.keys(0).mean(-1)": "asks the pattern for 'keys', which the fused engine does",
     "return pattern.pattern[..., 0].mean(-1)": "asks the pattern for 'pattern', which the fused",
     "return pattern.key(99).mean(-1)": "tried: IndexError: ",
@@ -160,6 +162,58 @@ def test_what_does_not_hold_on_a_small_model_is_refused_with_the_line(tmp_path: 
         f"{file}, line 19: the example {NAME}(pattern([[1, 0], [0.25, 0.75]]), "
         "torch.tensor([[46, 7]])).item() expects 0.5, got 0.625"
     )
+
+
+BAD_CHANGES = {
+    "return list(tokens * 0.5)": None,
+    "raise KeyError(3)": None,
+    "return tokens + np.random.default_rng().integers(0, 99, len(tokens))": (
+        "line 11: letters: draws other tokens when it is asked again; draw them from draw.rng"
+    ),
+    "return v[:, :3]": "line 19: shrink_values: expected v [5, 32, 8, 16], got shape [5, 3, 8, 16]",
+    "return None": "line 19: shrink_values: expected a tensor, got NoneType",
+    "return v.mul_(factor)": "line 19: shrink_values: changes v; return a new tensor",
+    "return v * v.mean(0)": "line 19: shrink_values: sink_mass: in a batch it is ",
+    "return v / 0": "line 19: shrink_values: layer 0, head 0: head_result_norm is not finite for",
+}
+
+
+@pytest.mark.long
+def test_an_intervention_and_an_input_family_are_tried_too(tmp_path: Path):
+    file = tmp_path / "own.py"
+    for body, message in BAD_CHANGES.items():
+        good = "return tokens" if "tokens" in body or "raise" in body else "return factor * v"
+        file.write_text(OWN_CHANGES.replace(good, body))
+        plugins = read_plugins([file])
+        if message is None:
+            # A family may refuse the length; planning draws the sequences of the scan itself.
+            prove(plugins, plugins, "fused")
+            fields = {"model": "bundled:gpt2-mini", "n_ctx": 8, "sequences": 1}
+            fields |= {"input": {"family": "letters"}, "plugins": plugins}
+            said = refused(ScanError, resolve, parse_scan(fields))
+            assert said in (
+                f"{file}, line 16: letters: KeyError: 3",
+                "input family letters: returned float64, expected token ids, which are integers",
+            )
+        else:
+            assert f"{file}, {message}" in refused(ScanError, prove, plugins, plugins, "fused")
+
+
+@pytest.mark.long
+def test_a_plug_in_reaches_a_replica_of_another_process(folder: Path):
+    Path("own.py").write_text(OWN_CHANGES)
+    text = SCAN.replace('"my_heads.py"', '"my_heads.py", "own.py"').replace(
+        "uniform_random", "letters"
+    )
+    text = text.replace("low = 40\nhigh = 50\n", "").replace(f'"{NAME}"', f'"{NAME}", "value_norm"')
+    Path("scan.toml").write_text(f'interventions = ["none", "shrink_values(0.25)"]\n{text}')
+    printed("scan", "scan.toml", "--replicas", "1", "--cores", "1")
+    with headcount.open("runs") as runs:
+        (untouched, shrunk) = runs.sql(
+            "SELECT avg(value_norm) FROM heads WHERE layer = 0 GROUP BY intervention ORDER BY 1 "
+            "DESC"
+        ).rows()
+    assert shrunk[0] == pytest.approx(untouched[0] / 4, rel=1e-6)
 
 
 @pytest.mark.long
