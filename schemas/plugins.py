@@ -7,6 +7,7 @@ registers is in the registries while a scan is read or measured that names it (`
 
 import hashlib
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -22,8 +23,10 @@ from typing import Any, NamedTuple, cast
 from pydantic_core import CoreSchema, core_schema
 
 from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.files.input_files import ROOTS, read_input
 from headcount.schemas.formula_kinds import CURVES, PROFILES
 from headcount.schemas.packages import PLUGIN_MODULES
+from headcount.schemas.places import place, reason
 from headcount.schemas.registry import WAITING, Entry, Registry, in_words
 from headcount.schemas.values import shortened
 
@@ -127,13 +130,20 @@ def _read(requested: object) -> Plugin:
             name = requested.__name__
             return Plugin(requested.__code__.co_filename, name, b"", (requested,))
         case str() | Path():
-            place = str(requested)
-            path = Path(place) if place.endswith(".py") else _installed(place)
+            name = str(requested)
+            if not name.endswith(".py"):
+                file = _installed(name)
+                return Plugin(name, file.name, file.read_bytes())
+            if os.environ.get(ROOTS):
+                raise ScanError(
+                    f"plugins: {name}: {ROOTS} is set, so scans may come from others, and only "
+                    "installed plug-ins run"
+                )
             try:
-                return Plugin(place, path.name, path.expanduser().read_bytes())
+                return Plugin(name, place(name).name, read_input(place(name)))
             except OSError as error:
                 raise ScanError(
-                    f"plugins: {place}: cannot be read ({error.strerror}); expected a Python file"
+                    f"plugins: {name}: cannot be read ({reason(error)}); expected a Python file"
                 ) from None
         case _:
             raise ScanError(

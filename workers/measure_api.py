@@ -27,7 +27,6 @@ from headcount.workers.borrowed_model import BorrowedModel, borrow, unwrapped
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.model_info import ModelInfo
-from headcount.workers.plugin_proof import check_plugins
 from headcount.workers.replica import Replica
 from headcount.workers.shard import intervention_tables, measure_shard
 
@@ -123,7 +122,11 @@ def _measured(modules: nn.Module, tokens: object, fields: dict[str, Any], run_id
     scan = parse_scan(
         {"model": info.name, "bos": False, "input": {"family": GIVEN}, **size, **fields}
     )
-    check_plugins(scan.plugins, scan.engine)
+    if scan.plugins:
+        # A call without plug-ins does not wait for what tries them.
+        from headcount.workers.plugin_proof import check_plugins
+
+        check_plugins(scan.plugins, scan.engine)
     activate(scan.plugins)
     for bound in map(bind, scan.interventions):
         if bound.needs_partner or bound.needs_labels:

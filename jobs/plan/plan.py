@@ -27,7 +27,7 @@ from headcount.jobs.plan.identity import FILE_OPTIONS, check_same_identity, find
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
 from headcount.jobs.plan.run_plan import RunPlan
 from headcount.jobs.resources import Resources
-from headcount.schemas.errors import OtherRunError, RunError, ScanError
+from headcount.schemas.errors import OtherRunError, RunError, ScanError, printable
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import check_directory, names, place, read_as, unread
@@ -37,7 +37,6 @@ from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.model_info import ModelInfo
-from headcount.workers.plugin_proof import has_run_here
 
 REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 """Fields that change no row; a manifest holds the values that were set last."""
@@ -369,6 +368,10 @@ def plugins_of(run: RunDirectory, manifest: Manifest, trust_plugins: bool) -> li
     """The plug-ins that a run keeps. They are code, and run as the user: so they must have run here
     before, or be trusted.
     """
+    if not manifest.plugins:
+        return []
+    from headcount.workers.plugin_proof import has_run_here
+
     plugins: list[Plugin] = []
     for name, digest in manifest.plugins.items():
         file = run.plugin_file(digest)
@@ -378,11 +381,11 @@ def plugins_of(run: RunDirectory, manifest: Manifest, trust_plugins: bool) -> li
             raise unread(file, error) from None
         if plugin.digest != digest:
             raise RunError(
-                f"{file}: is not the plug-in {name} that the run was begun with; bring back a copy"
+                f"{file}: is not the plug-in {printable(name)} that the run was begun with; bring back a copy"
             )
         if not trust_plugins and not has_run_here(plugin):
             raise RunError(
-                f"{run.path}: its plug-in {name} has never run on this machine, and a plug-in can "
+                f"{run.path}: its plug-in {printable(name)} has never run on this machine, and a plug-in can "
                 f"do whatever you can; read {file}, then headcount resume {run.path} "
                 "--trust-plugins runs it"
             )
@@ -392,8 +395,6 @@ def plugins_of(run: RunDirectory, manifest: Manifest, trust_plugins: bool) -> li
 
 def plugins_have_run_here(run: RunDirectory) -> bool:
     """Whether a run keeps plug-ins and all have run here; not if it is not seen from here."""
-    if not run.manifest_file.is_file() or not run.manifest().plugins:
-        return False
     with suppress(RunError):
         return bool(plugins_of(run, run.manifest(), trust_plugins=False))
     return False

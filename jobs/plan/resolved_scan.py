@@ -18,7 +18,6 @@ from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import BoundIntervention, bind, needs_partners
 from headcount.workers.model.info.description import described
 from headcount.workers.model.info.model_info import ModelInfo
-from headcount.workers.plugin_proof import check_plugins
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.providers import column_record
 
@@ -62,7 +61,11 @@ def check_scan(scan: Scan) -> list[BoundIntervention]:
             f"plugins: {passed[0]} is a function, and a run keeps files; write it to a file and "
             'name that: plugins = ["my_heads.py"]'
         )
-    check_plugins(scan.plugins, scan.engine)
+    if scan.plugins:
+        # A scan without plug-ins does not wait for what tries them.
+        from headcount.workers.plugin_proof import check_plugins
+
+        check_plugins(scan.plugins, scan.engine)
     activate(scan.plugins)
     interventions = [bind(intervention) for intervention in scan.interventions]
     family = INPUTS.named(scan.input.family, "input.family")

@@ -56,7 +56,9 @@ def test_each_scan_has_its_own_version_of_a_file_and_a_scan_without_has_none(fil
     assert NAME not in STATISTICS
 
 
-def test_a_wrong_file_is_one_line_with_the_place_of_the_mistake(tmp_path: Path):
+def test_a_wrong_file_is_one_line_with_the_place_of_the_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     file = tmp_path / "wrong.py"
     unit = statistic_file("return pattern.key(0).mean(-1)").replace("-> Probability", "-> Tensor")
     expectations = {
@@ -91,8 +93,37 @@ def test_a_wrong_file_is_one_line_with_the_place_of_the_mistake(tmp_path: Path):
         "Python file"
     )
     assert "unknown installed plug-in 'heads'" in refused(ScanError, scan_with, Path("heads"))
+    (tmp_path / "folder.py").mkdir()
+    assert "folder.py: " in refused(ScanError, scan_with, tmp_path / "folder.py")
+    monkeypatch.setenv("HEADCOUNT_INPUT_ROOTS", str(tmp_path))
+    assert "only installed plug-ins run" in refused(ScanError, scan_with, file)
     for value in ("my_heads.py", 3, [3]):
         assert "plugins: expected a" in refused(ScanError, scan_with, plugins=value)
+
+
+def test_an_installed_package_offers_plug_ins_by_an_entry_point(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    site = tmp_path / "site"
+    (site / "my_package").mkdir(parents=True)
+    (site / "my_package" / "__init__.py").touch()
+    file.rename(site / "my_package" / "heads.py")
+    information = site / "my_package-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: my-package\nVersion: 1\n")
+    (information / "entry_points.txt").write_text(
+        "[headcount.plugins]\nmine = my_package.heads\nlost = my_package.lost\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    scan = scan_with(Path("mine"))
+    assert [formula.name for formula in scan.formulas(STATISTICS)] == [NAME]
+    assert scan.plugins[0].content == DELIMITERS.encode()
+    assert refused(ScanError, scan_with, Path("lost")) == (
+        "plugins: lost: its package has no module my_package.lost"
+    )
+    assert "unknown installed plug-in 'min': did you mean 'mine'" in refused(
+        ScanError, scan_with, Path("min")
+    )
 
 
 def test_two_plug_ins_cannot_define_one_name(file: Path):

@@ -80,6 +80,12 @@ def test_a_run_with_a_plug_in_is_measured_read_without_it_and_resumed_by_whom_tr
     assert (metadata[b"unit"], metadata[b"range"]) == (b"probability", b"[0, 1]")
     assert len(rows) == 6 * 3 * 8
     assert max(rows[NAME].to_pylist()) > 0
+    # Readers never run what a run keeps.
+    kept.write_text("open('has_run', 'w')")
+    printed("query", "runs", "FROM heads LIMIT 1")
+    printed("report", "runs", "-o", "report.html")
+    assert not Path("has_run").exists()
+    kept.write_text(DELIMITERS)
     # The run goes on from what it keeps, where that has run before.
     shutil.rmtree(run / "commits")
     (run / "complete.json").unlink()
