@@ -181,7 +181,26 @@ def _registrations_of(plugin: Plugin) -> list[Registration]:
         exec(compile(source, plugin.file, "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         raise ScanError(f"{line_of_error(error) or plugin.place}: {in_words(error)}") from error
+    if neighbour := _neighbour(plugin, module):
+        raise ScanError(
+            f"{plugin.place}: imports {neighbour} from the same folder, which does not travel with "
+            "it; write it into this file, or install it on every machine"
+        )
     return [Registration(*each) for each in vars(module)[WAITING]]
+
+
+def _neighbour(plugin: Plugin, module: ModuleType) -> str | None:
+    """A module of the same folder that a file imports; none of an installed one."""
+    if not plugin.place.endswith(".py"):
+        return None
+    folder = Path(plugin.place).absolute().parent
+    for value in list(vars(module).values()):
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+        top = f"{name}".partition(".")[0]
+        file = getattr(sys.modules.get(top), "__file__", None)
+        if top != "headcount" and file and folder in (Path(file).parent, Path(file).parent.parent):
+            return top
+    return None
 
 
 @cache

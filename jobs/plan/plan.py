@@ -381,12 +381,13 @@ def plugins_of(run: RunDirectory, manifest: Manifest, trust_plugins: bool) -> li
             raise unread(file, error) from None
         if plugin.digest != digest:
             raise RunError(
-                f"{file}: is not the plug-in {printable(name)} that the run was begun with; bring back a copy"
+                f"{file}: is not the plug-in {printable(name)} that the run was begun with; bring "
+                "back a copy"
             )
         if not trust_plugins and not has_run_here(plugin):
             raise RunError(
-                f"{run.path}: its plug-in {printable(name)} has never run on this machine, and a plug-in can "
-                f"do whatever you can; read {file}, then headcount resume {run.path} "
+                f"{run.path}: its plug-in {printable(name)} has never run on this machine, and a "
+                f"plug-in can do whatever you can; read {file}, then headcount resume {run.path} "
                 "--trust-plugins runs it"
             )
         plugins.append(plugin)

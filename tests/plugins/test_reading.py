@@ -93,6 +93,10 @@ def test_a_wrong_file_is_one_line_with_the_place_of_the_mistake(
         "Python file"
     )
     assert "unknown installed plug-in 'heads'" in refused(ScanError, scan_with, Path("heads"))
+    (tmp_path / "helpers_of_mine.py").write_text("def half(x): return x / 2")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file.write_text("from helpers_of_mine import half\n")
+    assert "imports helpers_of_mine from the same folder" in refused(ScanError, scan_with, file)
     (tmp_path / "folder.py").mkdir()
     assert "folder.py: " in refused(ScanError, scan_with, tmp_path / "folder.py")
     monkeypatch.setenv("HEADCOUNT_INPUT_ROOTS", str(tmp_path))
