@@ -181,6 +181,10 @@ def _registrations_of(plugin: Plugin) -> list[Registration]:
         exec(compile(source, plugin.file, "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         raise ScanError(f"{line_of_error(error) or plugin.place}: {in_words(error)}") from error
+    if not vars(module)[WAITING]:
+        raise ScanError(
+            f"{plugin.place}: defines nothing; decorate a function, as with @statistic(SOURCE)"
+        )
     if neighbour := _neighbour(plugin, module):
         raise ScanError(
             f"{plugin.place}: imports {neighbour} from the same folder, which does not travel with "

@@ -18,8 +18,8 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import MeasureError, ModelError, ScanError
-from headcount.schemas.formula_kinds import CURVES, PREDICTIONS, PROFILES, STATISTICS
+from headcount.schemas.errors import HeadcountError, MeasureError, ModelError, ScanError
+from headcount.schemas.formula_kinds import CURVES, PAIRED_AXES, PREDICTIONS, PROFILES, STATISTICS
 from headcount.schemas.formulas import Formula
 from headcount.schemas.plugins import Plugin, activate, line_of, line_of_error, module_of
 from headcount.schemas.registry import REQUIRED, Entry, in_words
@@ -189,6 +189,15 @@ class _Trial:
 
     def run(self, engines: Sequence[str]) -> None:
         """Try every formula; raises for the first counterexample."""
+        try:
+            self._run(engines)
+        except HeadcountError:
+            raise
+        except Exception as error:
+            # A rule `defined`, a statistic of weights, or a shape that no table takes.
+            raise _raised(list(self.blamed.values()), error) from error
+
+    def _run(self, engines: Sequence[str]) -> None:
         exact: Values = {}
         for engine in engines:
             replica = self._replica(engine, "float64")
@@ -243,8 +252,8 @@ class _Trial:
         """Try statistics of weights, whose values no pass gives."""
         for table in tables_of_weights(replica.model, replica.scan).values():
             for row in table.select(["weight", "value"]).to_pylist():
-                if not np.isfinite(row["value"]):
-                    raise refusal(self.blamed[row["weight"]], f"got {row['value']}")
+                if row["value"] is None or not np.isfinite(row["value"]):
+                    raise refusal(self.blamed[row["weight"]], "expected a number, got none")
 
     def _check_sequences(self, replica: Replica, together: Values) -> None:
         """Try a sequence alone, and with another last token."""
@@ -316,7 +325,7 @@ def watched(entry: Entry, problem_of: Problem) -> Callable[..., Tensor]:
             value = function(*read, **options)
             again = function(*read, **options)
         except Exception as error:
-            raise _raised(entry, error) from error
+            raise _raised([entry], error) from error
         after = dict(_copies(by_name))
         if changed := [name for name in before if not _same(before[name], after[name])]:
             raise refusal(entry, f"changes {changed[0]}; return a new tensor")
@@ -335,9 +344,10 @@ def watched(entry: Entry, problem_of: Problem) -> Callable[..., Tensor]:
     return with_checks
 
 
-def _raised(entry: Entry, error: Exception) -> ScanError:
-    """The refusal of a definition that raised an error."""
-    where = f"{line_of_error(error) or line_of(entry.function)}: {entry.function.__name__}"
+def _raised(entries: Sequence[Entry], error: Exception) -> ScanError:
+    """The refusal of one of some definitions, which raised an error."""
+    names = " or ".join(dict.fromkeys(entry.function.__name__ for entry in entries))
+    where = f"{line_of_error(error) or line_of(entries[0].function)}: {names}"
     if isinstance(error, AttributeError) and isinstance(error.obj, FusedPattern):
         return ScanError(
             f"{where}: asks the pattern for {error.name!r}, which the fused engine does not "
@@ -365,6 +375,8 @@ def _value_problem(formula: Formula, value: Tensor, read: Mapping[str, Any]) -> 
     shape = list(value.shape)
     if formula.kind is PREDICTIONS and len(shape) != 1 + formula.per_token:
         return f"expected {'[batch pos]' if formula.per_token else '[batch]'}, got shape {shape}"
+    if formula.kind is PROFILES and len(shape) - (formula.axis in PAIRED_AXES) not in (2, 3):
+        return f"expected [batch head index] or [batch index], got shape {shape}"
     if formula.kind is STATISTICS:
         sizes = read["pattern"].key(0).shape[:2] if "pattern" in read else shape[:2]
         if shape not in ([*sizes], [*sizes[:1]]) or not shape:

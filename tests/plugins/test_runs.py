@@ -170,6 +170,43 @@ def test_what_does_not_hold_on_a_small_model_is_refused_with_the_line(tmp_path: 
     )
 
 
+RULE = '@statistic("here", defined=lambda pattern: 1 / 0)'
+KINDS = (
+    (statistic_file("return pattern.key(0).mean(-1)", decorator=RULE), "line 8: tried: Zero"),
+    (
+        statistic_file(
+            "return W_Q.flatten(1).norm(dim=-1) * float('nan')",
+            decorator="@weight('x', axis='none')",
+        ).replace("pattern: Pattern, tokens: Tensor", "W_Q: Tensor"),
+        "line 8: tried: expected a number",
+    ),
+    (
+        statistic_file("return pattern.key(0)[0, 0]", decorator="@profile('x', axis='query')"),
+        "line 8: tried: expected [batch head index] or [batch index], got shape [32]",
+    ),
+    (
+        statistic_file("return pattern.received()", decorator="@profile('x', axis='query')"),
+        "line 8: tried: a later token changes it from ",
+    ),
+    (
+        statistic_file("return token_loss", decorator="@prediction('x')").replace(
+            "pattern: Pattern, tokens", "token_loss"
+        ),
+        "expected [batch], got shape [5, 32]",
+    ),
+)
+
+
+@pytest.mark.long
+def test_profiles_predictions_and_statistics_of_weights_are_tried_too(tmp_path: Path):
+    file = tmp_path / "my_heads.py"
+    for content, message in KINDS:
+        names = "import prediction, profile, statistic, weight"
+        file.write_text(content.replace("import statistic", names))
+        plugins = read_plugins([file])
+        assert message in refused(ScanError, prove, plugins, plugins, "fused")
+
+
 BAD_CHANGES = {
     "return list(tokens * 0.5)": None,
     "raise KeyError(3)": None,
