@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import HeadcountError, MeasureError, ModelError, ScanError
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.formula_kinds import CURVES, PAIRED_AXES, PREDICTIONS, PROFILES, STATISTICS
 from headcount.schemas.formulas import Formula
 from headcount.schemas.plugins import Plugin, activate, line_of, line_of_error, module_of
@@ -241,8 +242,13 @@ class _Trial:
             name = next(name for name in self.blamed if f"{name} is not finite" in where)
             advice = "; say with defined=… where it has a value" * (self.intervention == NONE)
             raise refusal(self.blamed[name], where + advice) from None
-        columns = {n: array for table in measured.tables.values() for n, array in table.items()}
-        values = {name: columns[name] for name in self.blamed if name in columns}
+        # Means over sequences, as of a profile of pairs, have no place in a sequence.
+        values = {
+            name: array
+            for table, columns in measured.tables.items()
+            for name, array in columns.items()
+            if name in self.blamed and TABLES[table].has("sequence")
+        }
         for name, entry in self.blamed.items():
             if isinstance(entry, Formula) and name in values:
                 _check_range(entry, values[name])
