@@ -1,6 +1,7 @@
 """Runs with a plug-in: proof, travel, reading without it, resuming, and what is refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.units import Probability
 from headcount.workers.plugin_proof import prove
 from tests.plugins.files import DELIMITERS, HEADER, OWN_CHANGES, statistic_file
+from tests.tools.processes import Command
 from tests.toys.commands import ended, error_of, printed
 from tests.toys.refusals import refused
 
@@ -250,7 +252,10 @@ def test_a_plug_in_reaches_a_replica_of_another_process(folder: Path):
     )
     text = text.replace("low = 40\nhigh = 50\n", "").replace(f'"{NAME}"', f'"{NAME}", "value_norm"')
     Path("scan.toml").write_text(f'interventions = ["none", "shrink_values(0.25)"]\n{text}')
-    printed("scan", "scan.toml", "--replicas", "1", "--cores", "1")
+    # In a process of its own, which takes its Ray with it.
+    words = ("scan", "scan.toml", "--replicas", "1", "--cores", "1")
+    done = Command(*words, environment=os.environ, directory=folder).ended(240)
+    assert done.code == 0, done.output
     with headcount.open("runs") as runs:
         (untouched, shrunk) = runs.sql(
             "SELECT avg(value_norm) FROM heads WHERE layer = 0 GROUP BY intervention ORDER BY 1 "
