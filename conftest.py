@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _doctest_names(request: pytest.FixtureRequest, doctest_namespace: dict[str, Any]) -> None:
     if isinstance(request.node, pytest.DoctestItem):
-        from tests.tools.doctest_names import NAMES
+        from headcount.workers.doctest_names import NAMES
 
         doctest_namespace |= NAMES
 

@@ -590,6 +590,7 @@ PAGES_OF_FIELDS = {
     "precision": "../internals/precision.md",
     "input": "inputs.md",
     "interventions": "interventions.md",
+    "plugins": "../guide/own-statistic.md",
     **{kind.field: kind.page for kind in KINDS},
 }
 """Where more is said about a field of a scan."""

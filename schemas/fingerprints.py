@@ -17,10 +17,13 @@ from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, ModuleType, UnionType
 from typing import Annotated, Any, ForwardRef, NamedTuple, TypeVar, cast, get_args, get_origin
 
-from headcount.schemas.packages import MEASURING, PACKAGE
+from headcount.schemas.packages import MEASURING, PACKAGE, PLUGIN_MODULES
 
 OURS = tuple(f"headcount.{package}." for package in MEASURING)
 """How the names of our modules begin whose code decides numbers."""
+
+WITH_METHODS = ("headcount.workers.", PLUGIN_MODULES)
+"""The same of those whose classes do so by their methods."""
 
 LENGTH = 12  # hexadecimal digits of a fingerprint
 
@@ -107,7 +110,7 @@ def _code_of_function(
     # The tree does not say whose method `x.rows()` is. So of every class that the function names,
     # all methods count that have the name of one of its attributes.
     types = [value if isinstance(value, type) else type(value) for value in values]
-    classes = [cls for cls in types if cls.__module__.startswith("headcount.workers.")]
+    classes = [cls for cls in types if cls.__module__.startswith(WITH_METHODS)]
     for cls in [*classes, *([owner] if owner else [])]:
         helpers += [
             _code_of_function(method, cls, callers)
@@ -188,6 +191,8 @@ def constant_text(value: object, callers: frozenset[object] = frozenset()) -> st
             return digest([_code_of_function(value, None, callers)])
         case type() | FunctionType() | BuiltinFunctionType() | ModuleType():
             module = getattr(value, "__module__", "")
+            # The digest of a plug-in counts comments, too.
+            module = re.sub(rf"^{re.escape(PLUGIN_MODULES)}\w+\.", "", module)
             return f"{module}.{getattr(value, '__qualname__', value.__name__)}"
         case _:
             return _text_of_object(value, text)

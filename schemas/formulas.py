@@ -25,6 +25,7 @@ from headcount.schemas.registry import (
     Registry,
     call_text,
     first_paragraph,
+    is_of_plugin,
     options_of,
     parameters_of,
     parse_call,
@@ -223,7 +224,9 @@ class Kind(Registry[Formula]):
         if formula.options and not self.may_have_options:
             return f"a {self.word} has no options, got {', '.join(formula.options)}"
         # With options, the column has another name than the function, and neither may be taken.
-        if formula.function_name in {*self, *self._by_function()}:
+        # Of a plug-in this is asked later: cells of a notebook run again.
+        taken = set[str]() if is_of_plugin(formula.function) else {*self, *self._by_function()}
+        if formula.function_name in taken:
             return "defined twice"
         for parameter in formula.parameters:
             if parameter not in self.reads:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from headcount.schemas.errors import HeadcountError, ScanError, unknown
 from headcount.schemas.fingerprints import fingerprint
+from headcount.schemas.packages import PLUGIN_MODULES
 from headcount.schemas.values import OPTIONS, by_key, in_toml, range_of, wrong_value
 
 Argument: TypeAlias = int | float | str  # a number, or a name
@@ -30,6 +31,8 @@ CALL = re.compile(r"(\w+)(?:\(([^()]*)\))?")  # a name, and its arguments if it 
 
 ITEM = re.compile(r"^\* `(\w+)`: (.+(?:\n  .+)*)\n?", re.MULTILINE)
 """What an item of a docstring says of an option."""
+
+WAITING = "__headcount__"  # name in the module of a plug-in under which its entries wait
 
 WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -231,7 +234,14 @@ class Registry(dict[str, E]):
         return self is other
 
     def add(self, entry: E) -> E:
-        """Register an entry; a name that is taken raises `ValueError`."""
+        """Register an entry; a name that is taken raises `ValueError`.
+
+        A plug-in's entry only waits in its module, until `schemas.plugins` takes it from there.
+        """
+        if is_of_plugin(entry.function):
+            waiting = entry.function.__globals__.setdefault(WAITING, [])
+            waiting.append((self, entry))
+            return entry
         if entry.name in self:
             raise ValueError(f"{self.word} {entry.name!r} is defined twice")
         self[entry.name] = entry
@@ -286,6 +296,13 @@ class Registry(dict[str, E]):
         return {option: getattr(checked, option) for option in options}
 
 
+def is_of_plugin(function: Callable[..., Any]) -> bool:
+    """Whether a function is written outside of this package."""
+    # Code that is run from a text has none.
+    module = function.__module__ or ""
+    return module.startswith(PLUGIN_MODULES) or not _is_of_ours(module)
+
+
 def import_files(package: str, path: Iterable[str]) -> None:
     """Import every file of a package, in order, so that a new entry is a file and no other line.
 
@@ -303,7 +320,7 @@ def import_files(package: str, path: Iterable[str]) -> None:
                 raise
             directories = tuple(path)
             raise HeadcountError(
-                f"{_line_of(error, directories)}: {_in_words(error)}; mend this file or take it "
+                f"{_line_of(error, directories)}: {in_words(error)}; mend this file or take it "
                 f"out of {directories[0]}"
             ) from error
 
@@ -324,7 +341,7 @@ def _line_of(error: Exception, directories: Sequence[str]) -> str:
     return places[-1] if places else directories[0]
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """What an error says, on one line; its class if it is not one of ours."""
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

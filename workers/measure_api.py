@@ -20,6 +20,7 @@ import torch
 from headcount.schemas.arguments import Name, checked
 from headcount.schemas.errors import HeadcountError, MeasureError, ScanError
 from headcount.schemas.places import reason
+from headcount.schemas.plugins import activate
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.tables import with_partitions
 from headcount.workers.borrowed_model import BorrowedModel, borrow, unwrapped
@@ -61,12 +62,14 @@ def measure(
     engine: Literal["fused", "dense"] = "fused",
     precision: Name = "auto",
     run_id: Name = "memory",
+    plugins: Sequence[object] = (),
 ) -> pa.Table:
     """Measure every head of a loaded model on tokens; returns rows like those of table `heads`.
 
     `model` is a causal language model of transformers or a TransformerBridge. `tokens` are
     `[sequence pos]`: a tensor, an array or lists, all sequences of one length, without padding. The
-    other arguments mean what they mean in a scan. `run_id` fills the column of that name.
+    other arguments mean what they mean in a scan. `run_id` fills the column of that name. `plugins`
+    are files, or functions with one of our decorators.
 
     The model keeps its weights, mode, hooks and random state. It is measured without dropout, and a
     model of transformers without its hooks. Calls from several threads wait for each other.
@@ -79,6 +82,7 @@ def measure(
         "batch_size": batch_size,
         "precision": precision,
         "engine": engine,
+        "plugins": list(plugins),
     }
     # Modules that were compiled run as they are written. Otherwise every formula would be compiled
     # into them, and training would compile them anew. To compile, the caller has imported this; by
@@ -118,6 +122,12 @@ def _measured(modules: nn.Module, tokens: object, fields: dict[str, Any], run_id
     scan = parse_scan(
         {"model": info.name, "bos": False, "input": {"family": GIVEN}, **size, **fields}
     )
+    if scan.plugins:
+        # A call without plug-ins does not wait for what tries them.
+        from headcount.workers.plugin_proof import check_plugins
+
+        check_plugins(scan.plugins, scan.engine)
+    activate(scan.plugins)
     for bound in map(bind, scan.interventions):
         if bound.needs_partner or bound.needs_labels:
             what = "partner sequences" if bound.needs_partner else "labels of tokens"
@@ -127,7 +137,9 @@ def _measured(modules: nn.Module, tokens: object, fields: dict[str, Any], run_id
             )
     shard = ShardInput(0, 0, token_ids, origin={}, bad_rows=[])
     with borrowed.reading(modules):
-        key = f"{scan.fingerprint} {scan.batch_size}"
+        # A cell of a notebook that runs again makes another function.
+        digests = [(plugin.digest, *map(id, plugin.functions)) for plugin in scan.plugins]
+        key = f"{scan.fingerprint} {scan.batch_size} {digests}"
         if key not in replicas:
             # To make one, engines are compared on a few tokens.
             replicas[key] = Replica(info, scan, borrowed.device, lambda *_: borrowed.model)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import MeasureError, ModelError, ScanError, counted
 from headcount.schemas.files.commit import Method
+from headcount.schemas.plugins import activate
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.engine.changes import LABELS
@@ -69,6 +70,7 @@ class Replica:
     ) -> None:
         """`load` loads the model; None means from its files, for this replica alone."""
         self.device = resolve_device(device)
+        activate(scan.plugins)
         self.scan = scan
         # The narrower precisions are formats of products, so weights stay float32.
         dtype = torch.float64 if scan.precision == "float64" else torch.float32

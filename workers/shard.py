@@ -28,6 +28,7 @@ from headcount.schemas.files.run_directory import RunDirectory, data_path, shard
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.kinds import KINDS, kinds_of, table_schema
 from headcount.schemas.places import reason, store_error, write_whole
+from headcount.schemas.plugins import line_of_error
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.tables import SEQUENCES, Table, with_partitions
 from headcount.workers.first_write import write_new
@@ -246,6 +247,8 @@ def failure_of(shard: int, error: Exception) -> Failure:
     """A shard's failure in one line: of an error not of ours, its type and where it came from."""
     if isinstance(error, HeadcountError):
         return Failure(shard, str(error), isinstance(error, WriteError))
+    if line := line_of_error(error):
+        return Failure(shard, f"{line}: {type(error).__name__}: {error}")
     origin = traceback.extract_tb(error.__traceback__)[-1]
     return Failure(shard, f"{type(error).__name__}: {error} ({origin.name}, line {origin.lineno})")
 

@@ -10,15 +10,15 @@ A cluster takes a job before anything of it runs. What then goes wrong is only i
 nobody looks there after a command that reported success. So `JobClient.wait` waits for a commit.
 """
 
+import json
 import logging
 import os
 import re
 import shlex
-import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -168,12 +168,12 @@ class JobClient:
         run: RunDirectory,
         words: Sequence[str],
         variables: Sequence[str],
-        scan_file: Path | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> Submission:
         """Start a job for a run, unless one is at work.
 
         `words` follow `headcount` on the job's command line. `variables` are the names of those of
-        this machine that the job gets. The scan file is sent with the code.
+        this machine that the job gets. `files` are sent with the code, by name.
         """
         for name in variables:
             if name not in os.environ:
@@ -197,8 +197,9 @@ class JobClient:
         env_vars = hook_variables() | {name: os.environ[name] for name in variables}
         deadline = time.monotonic() + AGENT_SECONDS
         with self._explained(), staged_code() as code:
-            if scan_file is not None:
-                shutil.copy(scan_file, code / f"{safe_name(scan_file.stem)}.toml")
+            for name, content in (files or {}).items():
+                (code / name).parent.mkdir(parents=True, exist_ok=True)
+                (code / name).write_bytes(content)
             runtime_env = {"working_dir": str(code), "env_vars": env_vars}
             while True:
                 try:
@@ -418,13 +419,17 @@ def submit(
                 f"{line}{message}; headcount resume {run.path} --address {cluster.url} "
                 "continues the run"
             )
-    words = ["scan", f"{safe_name(scan_file.stem)}.toml", *options(overrides, resources)]
+    name = f"{safe_name(scan_file.stem)}.toml"
+    plugins = {f"plugins/{each.digest}/{each.name}": each.content for each in scan.plugins}
+    if plugins:
+        overrides = [*overrides, f"plugins={json.dumps([*plugins])}"]
+    words = ["scan", name, *options(overrides, resources)]
     # The driver numbers its run by what lies in `out`, where one that never began left nothing.
     if new or (begun is False and run != first_run):
         words.append("--new")
     elif run != first_run:
         words += ["--run", run.run_id]
-    return cluster.start(run, words, variables, scan_file)
+    return cluster.start(run, words, variables, {name: scan_file.read_bytes(), **plugins})
 
 
 def options(overrides: Sequence[str], resources: Resources) -> list[str]:

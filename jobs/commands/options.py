@@ -92,6 +92,22 @@ AllowOtherCode = Annotated[
         "measured it.",
     ),
 ]
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE",
+        help="Also take definitions from this Python file, as from those that the scan names.",
+    ),
+]
+TrustPlugins = Annotated[
+    bool,
+    typer.Option(
+        "--trust-plugins",
+        help="Run the plug-ins that the run keeps, also if they have never run on this machine. "
+        "They can do whatever you can.",
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option(

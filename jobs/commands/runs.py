@@ -30,6 +30,7 @@ from headcount.jobs.commands.options import (
     MaybeReplicas,
     Run,
     Runs,
+    TrustPlugins,
     Verify,
     VerifyCorpus,
 )
@@ -222,6 +223,7 @@ def resume(
     verify: Verify = False,
     verify_corpus: VerifyCorpus = False,
     allow_other_code: AllowOtherCode = False,
+    trust_plugins: TrustPlugins = False,
 ) -> None:
     """Continue a run from its directory alone.
 
@@ -238,6 +240,7 @@ def resume(
         resources = Resources.asked_for(replicas, cores, device, address)
     if address is not None:
         from headcount.jobs.cluster.submission import JobClient, has_begun, options
+        from headcount.jobs.plan.plan import plugins_have_run_here
 
         if has_begun(directory) is False:
             raise RunError(
@@ -251,6 +254,7 @@ def resume(
             "--verify": verify,
             "--verify-corpus": verify_corpus,
             "--allow-other-code": allow_other_code,
+            "--trust-plugins": trust_plugins or plugins_have_run_here(directory),
         }
         words = [flag for flag, is_set in flags.items() if is_set]
         words += options(overrides or [], resources)
@@ -277,7 +281,9 @@ def resume(
         phases.about(directory)
         preparation = Preparation(resources, console, verify_corpus)
         with waiting(console, "planning"):
-            plan = replan(directory, absolute_overrides, preparation, allow_other_code)
+            plan = replan(
+                directory, absolute_overrides, preparation, allow_other_code, trust_plugins
+            )
         failures = run_to_end(
             plan, resources, console, verify=verify, allow_other_code=allow_other_code
         )

@@ -26,6 +26,7 @@ from headcount.jobs.commands.options import (
     MaybeReplicas,
     New,
     Overrides,
+    Plugins,
     ScanFile,
     SkipDuplicates,
     Verify,
@@ -339,6 +340,7 @@ def scan(
         list[Path], typer.Argument(metavar="SCAN", help="Scan files (TOML), run one after another.")
     ],
     overrides: Overrides = None,
+    plugins: Plugins = None,
     run: Annotated[
         str | None,
         typer.Option(help="Continue the run with this id. The scan must measure the same."),
@@ -370,7 +372,7 @@ def scan(
         raise RunError(f"--new starts a run, --run {run} continues one; leave out one")
 
     # Read all files first: the imports below take seconds, and the first scan may take hours.
-    series = [scans_of(file, overrides or ()) for file in scan_files]
+    series = [scans_of(file, overrides or (), plugins or ()) for file in scan_files]
     scans = [scan for each in series for scan in without_duplicates(each, skip_duplicates)]
     console = Console(highlight=False, stderr=True)
     with waiting(console, "starting"):

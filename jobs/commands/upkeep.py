@@ -20,14 +20,18 @@ def check(
         typer.Argument(
             metavar="RUNS",
             help="A run directory, or a directory that holds runs; a path, or an address in a "
-            "store.",
+            "store. Or a plug-in, FILE.py.",
         ),
     ],
 ) -> None:
-    """Compare every file of runs with its commit.
+    """Compare every file of runs with its commit, or try the definitions of a plug-in.
 
-    Files that are not as committed are named. Nothing is changed.
+    Files that are not as committed are named, or the first definition that does not hold. Nothing
+    is changed.
     """
+    if runs.endswith(".py"):
+        _check_plugin(runs)
+        return
     from headcount.jobs.bars import waiting
     from headcount.jobs.upkeep.checking import check_run, findings
     from headcount.schemas.files.run_directory import find_runs
@@ -48,6 +52,23 @@ def check(
             say(console, f"{run.run_id}: {line}")
     if not all_whole:
         sys.exit(1)
+
+
+def _check_plugin(file: str) -> None:
+    """Try a plug-in as a scan does, and say what it defines."""
+    from headcount.jobs.bars import waiting
+    from headcount.schemas.plugins import activate, read_plugins
+
+    plugins = read_plugins([file])
+    activate(plugins)
+    with waiting(Console(stderr=True), f"{file}: trying it on a small model"):
+        from headcount.workers.plugin_proof import prove
+        from headcount.workers.process import prepare_process
+
+        prepare_process()
+        prove(plugins, plugins, "fused")
+    for registry, entry in plugins[0].registrations:
+        print(f"{registry.word} {entry.name}: {entry.meaning}")
 
 
 @commands.command()

@@ -9,7 +9,7 @@ from rich.console import Console
 from headcount.jobs.bars import bar, waiting
 from headcount.jobs.console import say
 from headcount.jobs.plan.passes import Passes, seconds_of, words_of_passes
-from headcount.jobs.plan.plan import SHARD_OPERATIONS, Plan, sequences_in_a_shard
+from headcount.jobs.plan.plan import SHARD_OPERATIONS, Plan, plugins_of, sequences_in_a_shard
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import RunError, ScanError, counted
 from headcount.schemas.files.manifest import Manifest
@@ -77,6 +77,8 @@ def scan_of_losses(
         # Of one layer, so that the others need no pattern; losses need a whole pass anyway.
         "layers": [_measured_heads(manifest, _info(manifest)).layers[0]],
         "heads": "all",
+        # Its input may be a plug-in's.
+        "plugins": [plugin.place for plugin in plugins_of(run, manifest, False)],
         "sequences": min(sequences, manifest.sequences),
         # What has a backward pass.
         "precision": "float64" if fields.get("precision") == "float64" else "float32",

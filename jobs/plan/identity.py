@@ -17,7 +17,9 @@ from headcount.schemas.errors import AnotherRunError, OtherRunError, RunError
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, differing_keys
 from headcount.schemas.filled_tables import WORDS
-from headcount.schemas.places import names
+from headcount.schemas.fingerprints import module_code
+from headcount.schemas.places import names, read_as
+from headcount.schemas.plugins import Plugin
 from headcount.schemas.scans.training_step import training_step
 
 PLACES_OF_MODEL = ("model", "revision", "tokenizer")
@@ -147,11 +149,26 @@ def check_same_identity(run: RunDirectory, manifest: Manifest, resolved: Resolve
     # Other code may give a name another fingerprint for harmless reasons: whether such a run is
     # continued is asked elsewhere (`--allow-other-code`). Within one code it is another formula.
     meanings = manifest.meanings(resolved.code)
+    if meanings is None:
+        # No such reason holds for a plug-in.
+        changes += [
+            f"the plug-in {plugin.name}"
+            for plugin in resolved.scan.plugins
+            if not _is_same_code(plugin, run, manifest.plugins.get(plugin.name, plugin.digest))
+        ]
     if not changes and meanings is not None:
         lines = differing_keys(_measured(meanings), _measured(resolved.meanings))
         changes = [f"the code of {line}" for line in lines]
     if changes:
         raise OtherRunError(f"{run.path}: this run measured something else: {', '.join(changes)}")
+
+
+def _is_same_code(plugin: Plugin, run: RunDirectory, digest: str) -> bool:
+    """Whether a plug-in differs at most in prose from one that a run keeps."""
+    if plugin.digest == digest:
+        return True
+    kept = read_as(run.plugin_file(digest), bytes)
+    return module_code(kept, False) == module_code(plugin.content, False)
 
 
 def without_model(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,10 +27,11 @@ from headcount.jobs.plan.identity import FILE_OPTIONS, check_same_identity, find
 from headcount.jobs.plan.resolved_scan import ResolvedScan, resolve
 from headcount.jobs.plan.run_plan import RunPlan
 from headcount.jobs.resources import Resources
-from headcount.schemas.errors import OtherRunError, RunError, ScanError
+from headcount.schemas.errors import OtherRunError, RunError, ScanError, printable
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
-from headcount.schemas.places import check_directory, names, place
+from headcount.schemas.places import check_directory, names, place, read_as, unread
+from headcount.schemas.plugins import Plugin
 from headcount.schemas.scans.overrides import field_of, override_fields
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
@@ -254,6 +255,7 @@ def _manifest(
             kinds=resolved.kinds,
             inputs=resolved.inputs,
             interventions=resolved.interventions,
+            plugins={plugin.name: plugin.digest for plugin in scan.plugins},
             **changes,
             **places,
         )
@@ -332,10 +334,11 @@ def replan(
     overrides: Sequence[str] = (),
     preparation: Preparation = HERE,
     allow_other_code: bool = True,
+    trust_plugins: bool = False,
 ) -> Plan:
     """Plan a run from its manifest, in `where_begun`; `overrides` may set what changes no row.
 
-    `allow_other_code` as in `plan_run`.
+    `allow_other_code` as in `plan_run`, `trust_plugins` as in `plugins_of`.
     """
     manifest = run.manifest()
     check_overrides(run, overrides)
@@ -355,9 +358,47 @@ def replan(
         # A revision belongs to a model of the Hub. Fingerprints say whether this is the same model.
         fields["revision"] = None
     # A manifest does not record where the run lies, because a run may be moved.
-    scan = parse_scan(fields | {"out": str(run.path.parent)})
+    plugins = plugins_of(run, manifest, trust_plugins)
+    scan = parse_scan(fields | {"out": str(run.path.parent), "plugins": plugins})
     check_directories(scan)
     return plan_run(resolve(scan), run, preparation, allow_other_code=allow_other_code)
+
+
+def plugins_of(run: RunDirectory, manifest: Manifest, trust_plugins: bool) -> list[Plugin]:
+    """The plug-ins that a run keeps. They are code, and run as the user: so they must have run here
+    before, or be trusted.
+    """
+    if not manifest.plugins:
+        return []
+    from headcount.workers.plugin_proof import has_run_here
+
+    plugins: list[Plugin] = []
+    for name, digest in manifest.plugins.items():
+        file = run.plugin_file(digest)
+        try:
+            plugin = Plugin(str(file), name, read_as(file, bytes))
+        except OSError as error:
+            raise unread(file, error) from None
+        if plugin.digest != digest:
+            raise RunError(
+                f"{file}: is not the plug-in {printable(name)} that the run was begun with; bring "
+                "back a copy"
+            )
+        if not trust_plugins and not has_run_here(plugin):
+            raise RunError(
+                f"{run.path}: its plug-in {printable(name)} has never run on this machine, and a "
+                f"plug-in can do whatever you can; read {file}, then headcount resume {run.path} "
+                "--trust-plugins runs it"
+            )
+        plugins.append(plugin)
+    return plugins
+
+
+def plugins_have_run_here(run: RunDirectory) -> bool:
+    """Whether a run keeps plug-ins and all have run here; not if it is not seen from here."""
+    with suppress(RunError):
+        return bool(plugins_of(run, run.manifest(), trust_plugins=False))
+    return False
 
 
 def _check_places(run: RunDirectory, manifest: Manifest, overrides: Sequence[str]) -> None:

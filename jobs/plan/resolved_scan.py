@@ -10,6 +10,7 @@ from typing import Any
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.manifest import Meanings, fingerprints
+from headcount.schemas.plugins import activate
 from headcount.schemas.registry import check_docstrings
 from headcount.schemas.scans.scan import Scan, in_one_order, run_id
 from headcount.workers.inputs import INPUTS
@@ -55,6 +56,17 @@ class ResolvedScan:
 def check_scan(scan: Scan) -> list[BoundIntervention]:
     """Refuse mistakes that need neither the model nor the corpus; returns the interventions."""
     check_docstrings()
+    if passed := [each.name for each in scan.plugins if each.functions]:
+        raise ScanError(
+            f"plugins: {passed[0]} is a function, and a run keeps files; write it to a file and "
+            'name that: plugins = ["my_heads.py"]'
+        )
+    if scan.plugins:
+        # A scan without plug-ins does not wait for what tries them.
+        from headcount.workers.plugin_proof import check_plugins
+
+        check_plugins(scan.plugins, scan.engine)
+    activate(scan.plugins)
     interventions = [bind(intervention) for intervention in scan.interventions]
     family = INPUTS.named(scan.input.family, "input.family")
     family.check(scan.input.options)

@@ -78,6 +78,8 @@ def prepare_run(plan: RunPlan, scan_text: str) -> None:
     if plan.run.manifest_file.is_file():
         return
     write_whole(plan.run.scan_file, scan_text.encode())
+    for plugin in plan.scan.plugins:
+        write_whole(plan.run.plugin_file(plugin.digest), plugin.content)
     _write(plan)
 
 

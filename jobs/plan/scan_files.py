@@ -37,9 +37,17 @@ class ScanOfCheckpoint:
         return self.file.read_text(encoding="utf-8") + comments
 
 
-def scans_of(scan_file: Path, overrides: Sequence[str] = ()) -> list[ScanOfCheckpoint]:
-    """The scans that a file means: one, or one for each checkpoint that it lists."""
+def scans_of(
+    scan_file: Path, overrides: Sequence[str] = (), plugins: Sequence[Path] = ()
+) -> list[ScanOfCheckpoint]:
+    """The scans that a file means: one, or one for each checkpoint that it lists.
+
+    `plugins` are files besides those that it names.
+    """
     fields = read_fields(scan_file, overrides)
+    if plugins and isinstance(named := fields.get("plugins", []), list):
+        files = json.dumps([*named, *map(str, plugins)], ensure_ascii=False)
+        overrides = [*overrides, f"plugins={files}"]
     listed = [field for field in ("model", "revision") if isinstance(fields.get(field), list)]
     if len(listed) > 1:
         raise ScanError(

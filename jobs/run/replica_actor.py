@@ -21,6 +21,7 @@ from headcount.jobs.run.schedule import DEPTH
 from headcount.schemas.errors import RunError, SilentStoreError
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.places import wait_for_store
+from headcount.schemas.plugins import activate
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.interventions import needs_partners
@@ -80,6 +81,7 @@ class ReplicaActor:
                 f"model {scan.model}: on this node its files name other special tokens than on the "
                 "driver; copy the driver's files there"
             )
+        activate(scan.plugins)
         partners = needs_partners(scan.interventions)
         self.sequences = Sequences(scan, local_info, index, corpus, partners)
         if tokenizer is not None and tokenizer != self.sequences.tokenizer.fingerprint:

@@ -45,6 +45,7 @@ class Manifest(BaseModel):
     kinds: Records  # what each formula is, by field of the scan (`KINDS`) and name
     inputs: dict[str, dict[str, Any]] = {}
     interventions: dict[str, dict[str, Any]] = {}
+    plugins: dict[str, str] = {}  # digests of the plug-ins, whose files the run keeps, by name
     model: dict[str, Any]
     code: str  # fingerprint of the code that began the run
     other_codes: dict[str, Meanings] = {}  # by fingerprint of code that continued the run

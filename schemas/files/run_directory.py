@@ -102,6 +102,10 @@ class RunDirectory:
                 f"{self.path} measures them anew"
             )
 
+    def plugin_file(self, digest: str) -> Place:
+        """What the run keeps of a plug-in: its bytes."""
+        return self.path / "plugins" / f"{digest}.py"
+
     @property
     def index(self) -> Place:
         """The directory of what the run keeps of its corpus."""

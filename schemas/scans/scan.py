@@ -17,6 +17,7 @@ from headcount.schemas.formulas import Computed, Formula, Kind, check_names
 from headcount.schemas.kinds import KINDS
 from headcount.schemas.measured_heads import Head, MeasuredHeads, ModelSize, find_heads
 from headcount.schemas.places import check_address, check_on_disk, place
+from headcount.schemas.plugins import Plugin, activate, read_plugins
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.scans.overrides import override_fields
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
@@ -66,6 +67,9 @@ CHANGES_NO_ROW = ("batch_size", "sequences", "out", "corpora", "bad_rows", "bad_
 
 UNORDERED = ("files", "columns", "where")
 """Options of inputs whose lists mean the same in any order."""
+
+WITHOUT_IDENTITY = (*CHANGES_NO_ROW, "plugins")
+"""Fields that are no part of what rows mean. What a plug-in computes is, by its fingerprints."""
 
 LEFT_OUT: dict[str, object] = {
     "layers": "all", "heads": "all", "unused_weights": "refuse", "adapter": "refuse",
@@ -144,6 +148,10 @@ class Setting(BaseModel):
     """Heads that are measured and stored: all heads of these layers, or a list such as
     ["L0H1", "L3H7"], which implies its layers.
     """
+    plugins: tuple[Plugin, ...] = ()
+    """Python files with statistics, inputs and interventions of one's own, or names of installed
+    ones. Default: none.
+    """
 
 
 def _with_kinds(base: type[Setting]) -> type[Setting]:
@@ -193,6 +201,7 @@ class Scan(Measured):
 
     def formulas(self, kind: Kind) -> tuple[Formula, ...]:
         """The formulas of a kind that the scan measures, in registry order."""
+        activate(self.plugins)
         return kind.select(self.names(kind))
 
     def kinds(self, computed: Computed | None = None) -> list[Kind]:
@@ -235,7 +244,7 @@ class Scan(Measured):
         """
         unused = {kind.field for kind in KINDS if not self.names(kind)}
         unused |= {field for field, value in LEFT_OUT.items() if getattr(self, field) == value}
-        record = self.model_dump(mode="json", exclude={*CHANGES_NO_ROW, *unused})
+        record = self.model_dump(mode="json", exclude={*WITHOUT_IDENTITY, *unused})
         for kind in KINDS:
             if isinstance(record.get(kind.field), list):
                 record[kind.field].sort()
@@ -355,6 +364,10 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
     ]
     if lines:
         raise ScanError("\n".join(lines))
+    fields = fields.copy()
+    # What fields name may be theirs.
+    plugins = read_plugins(fields.pop("plugins", []))
+    activate(plugins)
     try:
         # As JSON, because only there does pydantic's strict mode take an array for a tuple.
         scan = Scan.model_validate_json(json.dumps(fields, default=str))
@@ -364,6 +377,8 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         misplaced = cast("dict[str, Any]", below_input) if isinstance(below_input, dict) else {}
         lines = [_explain(key, problems, misplaced) for key, problems in by_key(error).items()]
         raise ScanError("\n".join(lines)) from None
+    if plugins:
+        scan = scan.model_copy(update={"plugins": plugins})
     # Fields are right by themselves. What follows is about several of them, or about names.
     for kind in KINDS:
         kind.check(scan.names(kind))

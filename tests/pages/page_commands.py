@@ -83,8 +83,11 @@ def steps_of(page: str) -> list[FileToSave | CommandBlock]:
     steps: dict[int, FileToSave | CommandBlock] = {}
     for match in FILE_TO_SAVE.finditer(page):
         steps[match.start()] = FileToSave(match[1], match["content"])
+    files = [match for match in FILE_TO_SAVE.finditer(page) if match[1].endswith(".py")]
+    saved = [range(*match.span()) for match in files]
     for match in BLOCK.finditer(page):
-        if not match["excuse"]:
+        # Python to save is not run.
+        if not match["excuse"] and not any(match.start() in span for span in saved):
             output_start = match.start("output")
             block = CommandBlock(match["language"], match["code"], match["output"], output_start)
             steps[match.start()] = block

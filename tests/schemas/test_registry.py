@@ -21,6 +21,8 @@ from tests.toys import toy_models as toy
 
 KINDS = {kind.field: kind for kind in kinds.KINDS}
 
+OURS = "headcount.schemas.statistics"  # a module whose names are registered at once
+
 
 @pytest.mark.parametrize(("field", "text", "canonical"), [
     ("statistics", "entropy", "entropy"),
@@ -45,6 +47,7 @@ def test_every_wrong_option_of_an_entry_is_a_line():
     def layout(*, n: Count, rate: Share = 0.5) -> None:
         """A layout."""
 
+    layout.__module__ = OURS
     registry: Registry[Entry] = Registry("input family")
     entry = registry.add(Entry(function=layout))
     bound = registry.bind(entry, named={"n": 3, "rate": 1}, field="input", subject="input.OPTION")
@@ -120,6 +123,7 @@ def with_option(W_Q: Tensor, *, keys: Count = 1) -> Norm: ...
 def test_a_function_that_breaks_the_rules_of_its_kind_is_refused(
     register: Any, function: Any, problem: str
 ):
+    function.__module__ = OURS
     function.__doc__ = "Meaning." if function is without_formula else "Meaning.\n\nformula"
     with pytest.raises(ValueError) as wrong:  # noqa: PT011
         register(function)

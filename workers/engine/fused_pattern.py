@@ -147,7 +147,15 @@ class FusedPattern:
         return _attention(scored(products, behind, self.facts), lse)
 
     def mass(self, pairs: TokenPairs) -> Tensor:
-        return self._swept(pairs.name)
+        if self.matches.get(pairs.name) is pairs:
+            return self._swept(pairs.name)
+        # Pairs of the statistic's own, which no sweep knows.
+        mass = torch.zeros_like(self.lse)
+        for tile, attention in self._attention_of(pairs.count > 0):
+            sequences, queries, keys = tile
+            is_pair = pairs.matrix(sequences, queries.start, queries.stop)[..., keys]
+            mass[sequences, :, queries] = (attention * is_pair[:, None]).sum(-1)
+        return mass
 
     def distance(self) -> Tensor:
         return self._swept("distance")

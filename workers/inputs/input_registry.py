@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headcount.schemas.errors import ScanError, counted
+from headcount.schemas.errors import HeadcountError, ScanError, counted
 from headcount.schemas.fingerprints import fingerprint
+from headcount.schemas.plugins import line_of_error
 from headcount.schemas.registry import Entry, Option, Registry, options_of
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.values import Count, TokenId
@@ -166,7 +167,13 @@ class InputFamily(Entry):
 
     def sequence(self, draw: Draw, options: Mapping[str, Any]) -> np.ndarray | Labelled:
         """One sequence of a synthetic family."""
-        return self.function(draw, **{name: options[name] for name in options_of(self.function)})
+        try:
+            return self.function(draw, **{n: options[n] for n in options_of(self.function)})
+        except Exception as error:
+            line = line_of_error(error)
+            if isinstance(error, HeadcountError) or not line:
+                raise
+            raise ScanError(f"{line}: {self.name}: {type(error).__name__}: {error}") from error
 
     def corpus(self, options: Mapping[str, Any], seed: int) -> Corpus:
         """The corpus of a family of text, its files listed."""

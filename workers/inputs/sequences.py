@@ -345,6 +345,11 @@ class Sequences:
                     f"input family {family.name}: returned shape {np.shape(returned)}, expected "
                     f"({self.length},)"
                 )
+            if np.asarray(returned).dtype.kind not in "iu":
+                raise ScanError(
+                    f"input family {family.name}: returned {np.asarray(returned).dtype}, expected "
+                    "token ids, which are integers"
+                )
             self._check_tokens(sequence, np.asarray(returned))
             tokens.append(returned)
         return self._with_bos(tokens), labels or None

@@ -21,6 +21,8 @@ from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.formulas import Formula, Kind
 from headcount.schemas.kinds import schema_of_rows
 from headcount.schemas.measured_heads import ABSENT, MeasuredHeads
+from headcount.schemas.plugins import line_of
+from headcount.schemas.registry import is_of_plugin
 from headcount.schemas.tables import Table
 from headcount.workers.measurements.moments import merged_moments, places_on_axes
 
@@ -114,11 +116,14 @@ def check_finite(
         sequence, *position = rest
         entry = entry or "".join(f" at position {i}" for i in position)
     number = f"sequence {first + sequence}"
+    advice = "the model's weights and precision"
+    if is_of_plugin(column.formula.function):
+        advice = line_of(column.formula.function)
     if not column.table.has("sequence"):
         number = f"one of the sequences {first} to {first + sequences - 1}"
     raise MeasureError(
         f"{where}{column.name} is not finite{entry} for {number} of the shard; expected a finite "
-        "number: look at the model's weights and precision"
+        f"number: look at {advice}"
     )
 
 

@@ -35,6 +35,7 @@ from headcount.jobs.run.dispatch import FIRST_COMMIT
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.scans.scan import load_scan
 from tests import ROOT
+from tests.plugins.files import DELIMITERS
 from tests.tools.chaos import FAULTS, halt_after_commits
 from tests.tools.processes import (
     DIES_WITH_ITS_PARENT,
@@ -180,6 +181,31 @@ def test_what_only_the_driver_finds_out_is_an_error_of_submit_and_said_by_status
     assert status["job"] == "FAILED"
     assert refusal in status["job_error"]
     assert "this run never began" in refused("resume", str(run.path), *at)
+
+
+@pytest.mark.long
+def test_a_plug_in_goes_with_the_job_and_with_the_one_that_resumes_it(
+    cluster: str, tmp_path: Path
+) -> None:
+    plugin, at = tmp_path / "my_heads.py", ("--address", cluster)
+    plugin.write_text(DELIMITERS)
+    scan_file = tmp_path / "own.toml"
+    fields = f"out = '{tmp_path}/runs'\nplugins = ['{plugin}']\n"
+    fields += 'statistics = ["previous_delimiter_mass"]\n[input]'
+    scan_file.write_text(SCAN.replace("[input]", fields))
+    name, _ = told("submit", str(scan_file), *at)
+    plugin.unlink()
+    run = RunDirectory.of(f"{tmp_path}/runs", name)
+    assert told("logs", name, "-f", *at)[1] == f"{name}: SUCCEEDED"
+    (digest,) = run.manifest().plugins.values()
+    assert run.plugin_file(digest).read_bytes() == DELIMITERS.encode()
+    check_every_row_is_there_once(run)
+    # The run goes on from what it keeps: the file is gone.
+    run.complete_file.unlink()
+    shutil.rmtree(str(run.commits_directory))
+    told("resume", str(run.path), *at)
+    assert told("logs", f"{name}.2", "-f", *at)[1] == f"{name}.2: SUCCEEDED"
+    check_every_row_is_there_once(run)
 
 
 @pytest.mark.long

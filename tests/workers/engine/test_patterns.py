@@ -57,6 +57,13 @@ def masks(n_ctx: int, batch: int) -> tuple[Tensor, Tensor]:
     return keys, queries & (torch.arange(batch) > 0)[:, None] if batch > 1 else queries
 
 
+def own_pairs(keys: Tensor) -> TokenPairs:
+    """Of each query the last key of a mask before it: pairs that no sweep was told of."""
+    count = keys.cumsum(-1).int()
+    before = torch.nn.functional.pad(count[:, :-1], (1, 0))
+    return TokenPairs("copies", before, count.where(keys, -1), lag=1)
+
+
 def all_answers(
     pattern: FusedPattern | DensePattern, matches: dict[str, TokenPairs]
 ) -> dict[str, Tensor]:
@@ -76,6 +83,7 @@ def all_answers(
         "rows": pattern.rows(max(n_ctx - 5, 0)),
         "largest score": pattern.largest_score(),
         **{f"above {first}": pattern.above(first) for first in ABOVE},
+        "own pairs": pattern.mass(own_pairs(keys)),
         "labelled mass": pattern.labelled_mass(keys, queries),
         "strongest key": pattern.strongest_key(queries),
         "labelled seen": pattern.labelled_seen(keys),
@@ -214,7 +222,9 @@ def defined_by_hand(name: str, n_ctx: int) -> dict[str, Tensor]:
         largest = A[..., :first].amax(-1, keepdim=True)
         above = (largest < A).sum(-1).double()
         answers[f"above {first}"] = above.masked_fill(~seen[:, 0], torch.nan)
+    last_keys = [[k for k in range(i) if keys[0, k]][-1:] for i in range(n_ctx)]
     return answers | {
+        "own pairs": torch.stack([A[..., i, last_keys[i]].sum(-1) for i in range(n_ctx)], -1),
         "copies": (A * ((tokens[:, :, None] == tokens[:, None]) & (behind > 0))[:, None]).sum(-1),
         "entropy": -torch.xlogy(A, A).sum(-1),
         "distance": (A * behind).sum(-1),

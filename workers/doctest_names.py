@@ -1,4 +1,4 @@
-"""Names for the doctests of `schemas`: small patterns, vectors and tokens from plain lists."""
+"""Names for the doctests of formulas: small patterns, vectors and tokens from plain lists."""
 
 from __future__ import annotations
 

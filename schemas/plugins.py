@@ -1,0 +1,280 @@
+"""Plug-ins: files of one's own with statistics, inputs and interventions, written as ours are.
+
+A file is run once in a process, as a module whose name holds the digest of its bytes. So two
+versions of a file are two modules, and fingerprints cover its functions as they do ours. What it
+registers is in the registries while a scan is read or measured that names it (`activate`).
+"""
+
+import hashlib
+import linecache
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
+
+from pydantic_core import CoreSchema, core_schema
+
+from headcount.schemas.errors import ScanError, unknown
+from headcount.schemas.files.input_files import ROOTS, read_input
+from headcount.schemas.formula_kinds import CURVES, PROFILES
+from headcount.schemas.packages import PLUGIN_MODULES
+from headcount.schemas.places import place, reason
+from headcount.schemas.registry import WAITING, Entry, Registry, in_words
+from headcount.schemas.values import shortened
+
+GROUP = "headcount.plugins"  # entry points of installed packages
+
+
+class Registration(NamedTuple):
+    """What a decorator of a plug-in asks for."""
+
+    registry: Registry[Any]
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A file of definitions, or functions that are passed as they are."""
+
+    place: str  # how a user names it
+    name: str  # of the file
+    content: bytes
+    functions: tuple[FunctionType, ...] = ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: object) -> CoreSchema:
+        """Tell pydantic to take it as it is."""
+        text = core_schema.to_string_ser_schema(when_used="always")
+        return core_schema.is_instance_schema(cls, serialization=text)
+
+    def __str__(self) -> str:
+        """How a user names it."""
+        return self.place
+
+    @cached_property
+    def digest(self) -> str:
+        """Of its bytes, in hexadecimal digits."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def file(self) -> str:
+        """What Python takes for the name of its file: no other version has it."""
+        return f"<{self.place} {self.digest[:12]}>"
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """What its decorators ask for, in order."""
+        if not self.functions:
+            return _registrations_of(self)
+        return [each for function in self.functions for each in _waiting_of(function)]
+
+
+def line_in_plugin(filename: str, line: int | None) -> str:
+    """A line of a plug-in in words, by what Python calls its file; empty if it is none.
+
+    >>> line_in_plugin("<my_heads.py 0123456789ab>", 7), line_in_plugin("batch.py", 7)
+    ('my_heads.py, line 7', '')
+    """
+    match = re.fullmatch(r"<(.+) [0-9a-f]{12}>", filename)
+    return f"{match[1]}, line {line}" if match else ""
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    """Where a function begins, its decorators included."""
+    code = cast(FunctionType, function).__code__
+    line = line_in_plugin(code.co_filename, code.co_firstlineno)
+    return line or f"{code.co_filename}, line {code.co_firstlineno}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """The last line of a plug-in that led to an error; empty if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    lines = [line_in_plugin(*each) for each in places]
+    return next(filter(None, reversed(lines)), "")
+
+
+def read_plugins(requested: object) -> tuple[Plugin, ...]:
+    """The plug-ins that a scan names: files, installed packages, functions, or read ones."""
+    if not isinstance(requested, list | tuple):
+        raise ScanError(
+            f"plugins: expected a list of files, got {shortened(repr(requested), 60)}; write "
+            'plugins = ["my_heads.py"]'
+        )
+    plugins = tuple(map(_read, cast("list[object]", requested)))
+    for number, plugin in enumerate(plugins):
+        if plugin.name in [other.name for other in plugins[:number]]:
+            raise ScanError(f"plugins: expected each name once, got {plugin.name} twice")
+    return plugins
+
+
+def _read(requested: object) -> Plugin:
+    match requested:
+        case Plugin():
+            return requested
+        case FunctionType():
+            if not _waiting_of(requested):
+                raise ScanError(
+                    f"plugins: {requested.__name__} has no decorator, such as @statistic(SOURCE)"
+                )
+            name = requested.__name__
+            return Plugin(requested.__code__.co_filename, name, b"", (requested,))
+        case str() | Path():
+            name = str(requested)
+            if not name.endswith(".py"):
+                file = _installed(name)
+                return Plugin(name, file.name, file.read_bytes())
+            if os.environ.get(ROOTS):
+                raise ScanError(
+                    f"plugins: {name}: {ROOTS} is set, so scans may come from others, and only "
+                    "installed plug-ins run"
+                )
+            try:
+                return Plugin(name, place(name).name, read_input(place(name)))
+            except OSError as error:
+                raise ScanError(
+                    f"plugins: {name}: cannot be read ({reason(error)}); expected a Python file"
+                ) from None
+        case _:
+            raise ScanError(
+                f"plugins: expected a file, got {shortened(repr(requested), 60)}; write "
+                'plugins = ["my_heads.py"]'
+            )
+
+
+def _installed(name: str) -> Path:
+    """The file of an installed plug-in; its package says which module that is."""
+    modules = {point.name: point.module for point in entry_points(group=GROUP)}
+    if name not in modules:
+        raise ScanError(
+            f"plugins: {unknown('installed plug-in', name, modules)}; a file's name ends in .py"
+        )
+    try:
+        spec = find_spec(modules[name])
+    except ImportError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ScanError(f"plugins: {name}: its package has no module {modules[name]}")
+    return Path(spec.origin)
+
+
+@cache
+def _registrations_of(plugin: Plugin) -> list[Registration]:
+    """Run the file of a plug-in; whatever is wrong with it is one line."""
+    module = module_of(plugin)
+    try:
+        source = plugin.content.decode()
+        # For tracebacks and `inspect.getsource`: there may be no such file on this machine.
+        lines = source.splitlines(keepends=True)
+        linecache.cache[plugin.file] = (len(source), None, lines, plugin.file)
+        vars(module)[WAITING] = []
+        exec(compile(source, plugin.file, "exec", dont_inherit=True), vars(module))
+    except (Exception, SystemExit) as error:
+        raise ScanError(f"{line_of_error(error) or plugin.place}: {in_words(error)}") from error
+    if not vars(module)[WAITING]:
+        raise ScanError(
+            f"{plugin.place}: defines nothing; decorate a function, as with @statistic(SOURCE)"
+        )
+    if neighbour := _neighbour(plugin, module):
+        raise ScanError(
+            f"{plugin.place}: imports {neighbour} from the same folder, which does not travel with "
+            "it; write it into this file, or install it on every machine"
+        )
+    return [Registration(*each) for each in vars(module)[WAITING]]
+
+
+def _neighbour(plugin: Plugin, module: ModuleType) -> str | None:
+    """A module of the same folder that a file imports; none of an installed one."""
+    if not plugin.place.endswith(".py"):
+        return None
+    folder = Path(plugin.place).absolute().parent
+    for value in list(vars(module).values()):
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+        top = f"{name}".partition(".")[0]
+        file = getattr(sys.modules.get(top), "__file__", None)
+        if top != "headcount" and file and folder in (Path(file).parent, Path(file).parent.parent):
+            return top
+    return None
+
+
+@cache
+def module_of(plugin: Plugin) -> ModuleType:
+    """The module that a plug-in becomes; it is empty until the file was run."""
+    stem = plugin.name.removesuffix(".py").replace(".", "_")
+    module = ModuleType(f"{PLUGIN_MODULES}{plugin.digest[:12]}.{stem}")
+    module.__file__ = plugin.file
+    # Where Python looks for the module of a class or a function.
+    sys.modules[module.__name__] = module
+    return module
+
+
+def _waiting_of(function: FunctionType) -> list[Registration]:
+    """What the decorators of a function asked for."""
+    waiting = function.__globals__.get(WAITING, [])
+    return [Registration(*each) for each in waiting if each[1].function is function]
+
+
+_active: tuple[Plugin, ...] = ()
+_added: list[tuple[Registry[Any], str]] = []
+
+
+def activate(plugins: tuple[Plugin, ...]) -> None:
+    """Let the registries of this process hold what these plug-ins register, and no others."""
+    global _active
+    if plugins == _active:
+        return
+    for registry, name in _added:
+        registry.pop(name, None)
+    _added.clear()
+    _active = ()
+    registrations = [each for plugin in plugins for each in plugin.registrations]
+    _check_names(registrations)
+    for registry, entry in registrations:
+        targets: list[Registry[Any]] = [registry]
+        # A profile may be kept of every sequence.
+        if registry is PROFILES:
+            targets.append(CURVES)
+        for target in targets:
+            target[entry.name] = entry
+            _added.append((target, entry.name))
+    _active = plugins
+    _check_fingerprints([each for plugin in plugins for each in _kept(plugin)])
+
+
+def _kept(plugin: Plugin) -> list[Registration]:
+    """What runs know by its fingerprint: no run keeps functions."""
+    return [] if plugin.functions else plugin.registrations
+
+
+def _check_names(registrations: Iterable[Registration]) -> None:
+    """Refuse a name that two plug-ins define, or that is one of ours."""
+    lines: dict[tuple[int, str], str] = {}  # of the names that plug-ins have taken
+    for registry, entry in registrations:
+        name, line = entry.function.__name__, line_of(entry.function)
+        what = f"{line}: {registry.word} {name!r}"
+        if (other := lines.get((id(registry), name))) is not None:
+            raise ScanError(f"{what} is defined before, in {other}; call one of them otherwise")
+        ours: Iterable[Entry] = registry.values()
+        if name in {*registry, *(each.function.__name__ for each in ours)}:
+            raise ScanError(f"{what} is one of headcount's own; call it otherwise")
+        lines[id(registry), name] = line
+
+
+def _check_fingerprints(registrations: Iterable[Registration]) -> None:
+    """Refuse what has no fingerprint, such as a function that reads a lock."""
+    for _, entry in registrations:
+        try:
+            _ = entry.fingerprint
+        except Exception as error:
+            activate(())
+            raise ScanError(f"{line_of(entry.function)}: {in_words(error)}") from None
