@@ -179,7 +179,9 @@ class Difference:
 def _in_words(departure: Departure) -> str:
     where = "" if departure.layer is None else f"layer {departure.layer}, "
     what = departure.quantity
-    if departure.is_input and departure.module:
+    if departure.quantity == "rotation":
+        what += f" of {departure.module}"
+    elif departure.is_input and departure.module:
         what += f" before {departure.module}"
     elif departure.module:
         what += f" ({departure.module})"

@@ -267,6 +267,18 @@ def scaled_throughout(tensors: Tensors) -> None:
         tensors[of(1, letter)] *= factor
 
 
+def folded(tensors: Tensors) -> None:
+    """The weights of norms in the projections that read them."""
+    readers = {"input_layernorm": ("q", "k", "v"), "post_attention_layernorm": ("gate", "up")}
+    for layer in range(LAYERS):
+        for norm, letters in readers.items():
+            weight = tensors[f"model.layers.{layer}.{norm}.weight"]
+            part = "self_attn" if norm == "input_layernorm" else "mlp"
+            for letter in letters:
+                tensors[f"model.layers.{layer}.{part}.{letter}_proj.weight"] *= weight
+            weight.fill_(1)
+
+
 def one_file(path: Path) -> None:
     """A GGUF file of the same weights in float16 in the place of the directory."""
     file = write_gguf(path.parent / "one.gguf", path, np.float16)
@@ -284,6 +296,7 @@ HARMLESS = (
     Harmless("SDPA", config(_attn_implementation="sdpa"), families=("llama", "gemma3")),
     Harmless("a pickle", toy.pickle_weights, families=("gpt2", "qwen3")),
     Harmless("heads permuted throughout", weights(permuted_throughout), families=("llama",)),
+    Harmless("folded norms", weights(folded), families=("llama", "qwen2", "qwen3")),
     Harmless("scales that cancel", weights(scaled_throughout), families=("llama",)),
     Harmless("a scale that a norm undoes",
              times(of(1, "q"), 1.1), families=("qwen3",)),
