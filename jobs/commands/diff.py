@@ -16,7 +16,13 @@ from headcount.jobs.bars import bar
 from headcount.jobs.commands.model_report import listed_layers
 from headcount.schemas.errors import ModelError, counted, unknown
 from headcount.workers.diff.causes import CAUSES, Cause
-from headcount.workers.diff.comparison import LAYER_SEQUENCES, Comparer, Comparison, Departure
+from headcount.workers.diff.comparison import (
+    LAYER_SEQUENCES,
+    Comparer,
+    Comparison,
+    Departure,
+    check_sizes,
+)
 from headcount.workers.diff.number_grids import FORMATS
 from headcount.workers.diff.texts import inputs_of, sequence_length, tokenizer_causes
 from headcount.workers.known_models import KnownModels
@@ -41,7 +47,7 @@ def check_kinds(allowed: Collection[str]) -> None:
 class Difference:
     """Two models and what was found between them."""
 
-    def __init__(self, a: str, b: str, console: Console) -> None:
+    def __init__(self, a: str, b: str, base: str | None, console: Console) -> None:
         self.names = a, b
         models = KnownModels()
         with bar(console, "") as show:
@@ -51,18 +57,20 @@ class Difference:
                     raise ModelError(
                         f"{side}, {name}: is a run, expected a model; name the model of the run"
                     )
-            infos = [models.describe(name) for name in self.names]
+            infos = [models.describe(name) for name in (a, b, *filter(None, [base]))]
+            for info in infos[1:]:
+                check_sizes(infos[0], info)
             loaded: list[Model] = []
-            for side, info in zip("AB", infos, strict=True):
-                show(f"loading {side}", None)
+            for info in infos:
+                show(f"loading {info.name}", None)
                 loaded.append(models.load(info, "raw", "cpu"))
-            comparer = Comparer(loaded[0], loaded[1], show)
+            comparer = Comparer(loaded[0], loaded[1], show, *loaded[2:])
             n_ctx = sequence_length(loaded[0], loaded[1])
             inputs = inputs_of(infos[0], n_ctx)
             self.n_ctx, self.counts = n_ctx, {name: len(rows) for name, rows in inputs.items()}
             self.windows = [
                 facts.window
-                for model in loaded
+                for model in loaded[:2]
                 for layer in range(model.info.n_layers)
                 if (facts := model.facts(layer)) and facts.window and facts.window >= n_ctx
             ]

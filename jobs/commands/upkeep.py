@@ -213,6 +213,14 @@ def diff(
             "rounding.",
         ),
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="What A was trained from. Then changes that were merged twice or not at all are "
+            "told.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it for programs.")] = False,
 ) -> None:
     """Say whether two models are the same, and where they begin to differ.
@@ -227,7 +235,7 @@ def diff(
 
     allowed = allow or [two_models.ROUNDING]
     two_models.check_kinds(allowed)
-    difference = two_models.Difference(a, b, Console(highlight=False, stderr=True))
+    difference = two_models.Difference(a, b, base, Console(highlight=False, stderr=True))
     if as_json:
         print(two_models.as_json(difference))
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +38,13 @@ class Evidence:
 
     step: Step
     heads: tuple[int, ...]  # that differ; empty if the step has none
-    layer: int | None  # None outside of the layers
     modules: tuple[nn.Module | None, nn.Module | None]  # that make the step, ours and theirs
+    base: nn.Module | None = None  # the same of what our model was trained from, if it is known
     trace: LayerTrace | None = None
     facts: tuple[AttentionFacts | None, AttentionFacts | None] = (None, None)
     rotations: tuple[Rotation | None, Rotation | None] = (None, None)
-    only_ours: tuple[str, ...] = ()  # names of modules that only one of the layers has
-    only_theirs: tuple[str, ...] = ()
+    only_ours: AbstractSet[str] = frozenset()  # names of modules that only one of the layers has
+    only_theirs: AbstractSet[str] = frozenset()
 
     @property
     def ours(self) -> Tensor:
@@ -220,6 +221,26 @@ def _qk_norm(evidence: Evidence) -> str | None:
     for names, verb in ((evidence.only_ours, "lost"), (evidence.only_theirs, "added")):
         if any(name.rpartition(".")[2] in QK_NORM for name in names):
             return f"the norm of queries and keys is {verb}"
+    return None
+
+
+@cause("merged")
+def _merged(evidence: Evidence) -> str | None:
+    """What training changed is there twice, or not at all."""
+    weights = *evidence.parameters("weight"), getattr(evidence.base, "weight", None)
+    ours, theirs, base = weights
+    if (
+        ours is None
+        or theirs is None
+        or base is None
+        or not ours.shape == theirs.shape == base.shape
+    ):
+        return None
+    trained = ours - base
+    for times, words in ((2.0, "twice what A changed in its base"), (0.0, "the base's, unchanged")):
+        is_left = (theirs - base - times * trained).norm() <= LEFT * trained.norm()
+        if is_left and trained.any():
+            return f"the weight of {evidence.step.quantity} is {words}"
     return None
 
 

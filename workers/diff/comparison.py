@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from headcount.workers.diff.number_grids import FORMATS, rounding_of
 from headcount.workers.diff.side import Side, WholePass, built, given_stream, swept
 from headcount.workers.model.attention_facts import Attend, AttentionFacts
 from headcount.workers.model.bare_modules import ATTENTION, PROJECTIONS, child_of
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
 
 SIZES = ("n_layers", "n_heads", "d_head", "d_model", "d_vocab")
@@ -87,29 +88,24 @@ class Comparison:
         return "different" if self.faults else "rounding" if self.rounding else "same"
 
 
-def check_sizes(a: Model, b: Model) -> None:
+def check_sizes(a: ModelInfo, b: ModelInfo) -> None:
     """Refuse models whose layers, heads or vocabularies do not correspond."""
     for name in SIZES:
-        ours, theirs = getattr(a.info, name), getattr(b.info, name)
+        ours, theirs = getattr(a, name), getattr(b, name)
         if ours != theirs:
             raise ModelError(
                 f"{name} is {ours:,} in A and {theirs:,} in B; expected two forms of one model, "
                 "of which every layer and head can be compared"
-            )
-    for side, model in (("A", a), ("B", b)):
-        if model.attention_problem is not None:
-            raise ModelError(
-                f"{side}, {model.info.name}: {model.attention_problem}; expected a causal language "
-                "model that the fused engine measures, which headcount doctor --model tells"
             )
 
 
 class Comparer:
     """Compares two models; `compare` does it."""
 
-    def __init__(self, a: Model, b: Model, show: Show) -> None:
-        check_sizes(a, b)
-        self.a, self.b, self.show = Side("A", a), Side("B", b), show
+    def __init__(self, a: Model, b: Model, show: Show, base: Model | None = None) -> None:
+        """`base` is what A was made from by training, if that is known."""
+        check_sizes(a.info, b.info)
+        self.a, self.b, self.base, self.show = Side("A", a), Side("B", b), base, show
         self.found = Comparison()
         self.located: set[int] = set()  # layers whose steps have been compared
         self.done, self.all = 0, 1  # layers that have been run, and will be
@@ -324,39 +320,24 @@ class Comparer:
         heads = tuple(is_head.nonzero().flatten().tolist()) if n_heads > 1 else ()
         is_position = (sizes > limit).any(2).any(0)
         places = is_position.nonzero().flatten()
-        modules = self._modules_of(layer, step)
         rounding = "" if step.is_input and step.module else self._rounding(layer, step, trace)
         cause = None
         if not rounding:
-            parts = [set[str]() for _ in range(2)]
+            ours, theirs = (module_of(side.model, layer, step) for side in (self.a, self.b))
+            evidence = Evidence(step, heads, (ours, theirs), trace=trace, rotations=rotations)
+            if self.base is not None:
+                evidence = replace(evidence, base=module_of(self.base, layer, step))
             if layer is not None:
-                parts = [set(named_parts(side.model.blocks[layer])) for side in (self.a, self.b)]
-            facts = (None, None) if layer is None else self._facts(layer)
-            only = (tuple(parts[0] - parts[1]), tuple(parts[1] - parts[0]))
-            cause = cause_of(Evidence(step, heads, layer, modules, trace, facts, rotations, *only))
+                parts = [{*named_parts(side.model.blocks[layer])} for side in (self.a, self.b)]
+                only = {"only_ours": parts[0] - parts[1], "only_theirs": parts[1] - parts[0]}
+                evidence = replace(evidence, facts=self._facts(layer), **only)
+            cause = cause_of(evidence)
         departure = Departure(
             layer, step.quantity, step.module, step.is_input, heads, n_heads,
             int(places[0]) if len(places) else 0, float(is_position.float().mean()),
             float(sizes.max()), limit, rounding or "", cause,
         )  # fmt: skip
         self.found.departures.append(departure)
-
-    def _modules_of(
-        self, layer: int | None, step: Step
-    ) -> tuple[nn.Module | None, nn.Module | None]:
-        if layer is None:
-            if step.quantity == "unembedding":
-                (ours,), (theirs,) = (side.model.modules("unembed") for side in (self.a, self.b))
-                return ours, theirs
-            return tuple(_final_norm(side.model) for side in (self.a, self.b))  # pyright: ignore
-        if step.module:
-            return tuple(
-                named_parts(side.model.blocks[layer]).get(step.module) for side in (self.a, self.b)
-            )  # pyright: ignore
-        # q, k and v that one module makes, or one each.
-        names = (*JOINT, *PROJECTIONS.get(step.quantity.upper(), ()))
-        attentions = (child_of(side.model.blocks[layer], ATTENTION) for side in (self.a, self.b))
-        return tuple(each and child_of(each, names) for each in attentions)  # pyright: ignore
 
     def _rounding(self, layer: int | None, step: Step, trace: LayerTrace | None) -> str:
         """The format by which the weights of a step are rounded; empty if none explains them."""
@@ -365,7 +346,7 @@ class Comparer:
             return (step.quantity != "final soft cap" and rounding_of(own, other)) or ""
         if step.quantity in ("rotation", "pattern", "residual stream", "layer"):
             return ""
-        ours, theirs = self._modules_of(layer, step)
+        ours, theirs = (module_of(side.model, layer, step) for side in (self.a, self.b))
         if ours is None or theirs is None:
             return ""
         # What smaller modules put out has been compared by itself.
@@ -411,6 +392,21 @@ class Comparer:
             if is_other and all(map(torch.equal, ours, theirs)):
                 return other
         return None
+
+
+def module_of(model: Model, layer: int | None, step: Step) -> nn.Module | None:
+    """The module that makes a step, or what takes part in it."""
+    if layer is None:
+        if step.quantity == "unembedding":
+            return model.modules("unembed")[0]
+        return _final_norm(model) if step.quantity == "final norm" else None
+    block = model.blocks[layer]
+    if step.module:
+        return named_parts(block).get(step.module)
+    # q, k and v that one module makes, or one each.
+    attention = child_of(block, ATTENTION)
+    names = (*JOINT, *PROJECTIONS.get(step.quantity.upper(), ()))
+    return None if attention is None else child_of(attention, names)
 
 
 def _outside_weights(model: Model) -> dict[str, Tensor]:

@@ -74,6 +74,11 @@ class Side:
         self.name = name
         self.model = model
         self.bare: Any = model.bare
+        if model.attention_problem is not None:
+            raise ModelError(
+                f"{name}, {model.info.name}: {model.attention_problem}; expected a causal language "
+                "model that the fused engine measures, as headcount doctor --model says"
+            )
         if not model.modules("unembed"):
             raise ModelError(f"{name}: no unembedding was found, so there are no predictions")
 
