@@ -28,7 +28,7 @@ from headcount.workers.diff.texts import inputs_of, sequence_length, tokenizer_c
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.model import Model
 
-OTHER_KINDS = ("layer order", "layer types", "tokenizer", "bos", "unlike anything known")
+OTHER_KINDS = ("tied", "layer order", "layer types", "tokenizer", "bos", "unlike anything known")
 """Kinds of difference that have no signature of one step."""
 
 ROUNDING = "rounding"

@@ -137,6 +137,29 @@ def noisy(name: str, size: float) -> Callable[[Path], None]:
     return put(name, made)
 
 
+def low_rank(name: str, rank: int) -> Callable[[Path], None]:
+    """An adapter, once more."""
+
+    def made(tensors: Tensors) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        out, into = tensors[name].shape
+        factors = (
+            torch.randn(out, rank, generator=generator),
+            torch.randn(rank, into, generator=generator),
+        )
+        return tensors[name] + 0.01 * factors[0] @ factors[1]
+
+    return put(name, made)
+
+
+def tied(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def no_head_2(tensors: Tensors) -> None:
+    tensors[of(0, "o")][:, 2 * D_HEAD : 3 * D_HEAD] = 0
+
+
 def no_value_in_head_0(tensors: Tensors) -> None:
     for kind in ("weight", "bias"):
         tensors[f"transformer.h.3.attn.c_attn.{kind}"][..., 64 : 64 + D_HEAD] = 0
@@ -185,6 +208,15 @@ FAULTS = tuple(
          "MLP", "bias"),
         ("v doubled", "llama", times(of(3, "v"), 2), 3, "v", "scale"),
         ("a head of q by a tenth", "llama", times(of(1, "q"), 1.1, slice(2, 3)), 1, "q", "scale"),
+        ("head of o lost", "llama", weights(no_head_2), 0, "attention output", "zeros"),
+        ("adapter twice", "llama", low_rank(of(3, "q"), 2), 3, "q", "adapter"),
+        ("unembedding tied", "llama", weights(tied), None, "unembedding", "tied"),
+        ("norms exchanged", "llama", exchange(
+            "model.layers.1.input_layernorm", "model.layers.1.post_attention_layernorm"
+        ), 1, "norm", "exchanged"),
+        ("vocabulary shifted", "llama", put(
+            "model.embed_tokens.weight", lambda t: t["model.embed_tokens.weight"].roll(1, 0)
+        ), None, "embedding", "vocabulary order"),
         ("noise of 1 %", "llama", noisy(of(2, "o"), 0.01), 2, "attention output", ""),
         ("a head twice", "llama", ordered(1, "q", [0, 1, 1, 3]), 1, "q", "heads"),
         ("heads permuted", "qwen3", ordered(0, "q", [2, 0, 3, 1]), 0, "q", "heads"),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +42,8 @@ class Evidence:
     trace: LayerTrace | None = None
     facts: tuple[AttentionFacts | None, AttentionFacts | None] = (None, None)
     rotations: tuple[Rotation | None, Rotation | None] = (None, None)
-    only_ours: AbstractSet[str] = frozenset()  # names of modules that only one of the layers has
-    only_theirs: AbstractSet[str] = frozenset()
+    parts: Mapping[str, nn.Module] = field(default_factory=dict)  # of our layer, by name
+    their_parts: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @property
     def ours(self) -> Tensor:
@@ -110,6 +109,25 @@ def in_heads(evidence: Evidence) -> str:
     if not heads or len(heads) == n_heads:
         return ""
     return f" in head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
+
+
+def by_contributions(evidence: Evidence) -> Evidence:
+    """What each head adds to the attention's output, in the place of the sum of all."""
+    ours, theirs = evidence.parameters("weight")
+    step, trace = evidence.step, evidence.trace
+    if step.quantity != "attention output" or trace is None or ours is None or theirs is None:
+        return evidence
+    z, given = trace.attention.get("z"), trace.inputs.get(step.module)
+    if z is None or given is None or not given.equal(z.flatten(2)) or ours.shape != theirs.shape:
+        return evidence
+    # PyTorch stores `[out in]`, Conv1D of transformers `[in out]`.
+    pair = [w.T if type(evidence.modules[0]) is nn.Linear else w for w in (ours, theirs)]
+    heads = [weight.unflatten(0, (z.shape[2], -1)) for weight in pair]  # [head d_v d_model]
+    parts = [torch.einsum("bphd,hdm->bphm", z, weight) for weight in heads]
+    differing = tuple(h for h in range(z.shape[2]) if not heads[0][h].equal(heads[1][h]))
+    if not differing:
+        return evidence
+    return replace(evidence, step=replace(step, ours=parts[0], theirs=parts[1]), heads=differing)
 
 
 # The attention: facts, which have no weights
@@ -218,7 +236,8 @@ def _rotation(evidence: Evidence) -> str | None:
 def _qk_norm(evidence: Evidence) -> str | None:
     if evidence.step.quantity not in ("q", "k", "rotation", "pattern"):
         return None
-    for names, verb in ((evidence.only_ours, "lost"), (evidence.only_theirs, "added")):
+    ours, theirs = evidence.parts.keys(), evidence.their_parts.keys()
+    for names, verb in ((ours - theirs, "lost"), (theirs - ours, "added")):
         if any(name.rpartition(".")[2] in QK_NORM for name in names):
             return f"the norm of queries and keys is {verb}"
     return None
@@ -242,6 +261,32 @@ def _merged(evidence: Evidence) -> str | None:
         if is_left and trained.any():
             return f"the weight of {evidence.step.quantity} is {words}"
     return None
+
+
+@cause("exchanged")
+def _exchanged(evidence: Evidence) -> str | None:
+    """The weight of another module of our layer, as of gate and up."""
+    _, theirs = evidence.parameters("weight")
+    for name, part in evidence.parts.items():
+        weight = part._parameters.get("weight")
+        if weight is None or theirs is None or weight.shape != theirs.shape:
+            continue
+        if name != evidence.step.module and (theirs - weight).norm() <= LEFT * weight.norm():
+            return f"{evidence.step.module or evidence.step.quantity} has the weight of A's {name}"
+    return None
+
+
+@cause("vocabulary order")
+def _vocabulary(evidence: Evidence) -> str | None:
+    """The rows of the embedding, in another order."""
+    ours, theirs = evidence.parameters("weight")
+    if evidence.step.quantity not in ("embedding", "unembedding") or ours is None or theirs is None:
+        return None
+    if ours.shape != theirs.shape or ours.equal(theirs):
+        return None
+    sums = [weight.double().sum(1).sort().values for weight in (ours, theirs)]
+    is_moved = sums[0].allclose(sums[1], rtol=1e-6, atol=1e-9)
+    return f"the {evidence.step.quantity} has A's rows in another order" if is_moved else None
 
 
 @cause("zeros")
@@ -315,6 +360,9 @@ def _scale(evidence: Evidence) -> str | None:
     return None
 
 
+EPSILONS = ("variance_epsilon", "eps", "epsilon")
+
+
 @cause("norm")
 def _norm(evidence: Evidence) -> str | None:
     if evidence.step.quantity not in ("norm", "QK norm", "final norm"):
@@ -326,25 +374,18 @@ def _norm(evidence: Evidence) -> str | None:
             return "the weight of the norm is off by 1, as if 1 + weight were taken for weight"
         if not ours.equal(theirs):
             return "the weight of the norm is another than A's"
+    # As libraries call it.
+    own, other = (
+        next((getattr(m, name) for name in EPSILONS if hasattr(m, name)), None)
+        for m in evidence.modules
+    )
+    if own is not None and other is not None and own != other:
+        return f"the epsilon of the norm is {other:g}, and A's {own:g}"
     factors = (evidence.ours * evidence.theirs).sum(-1, keepdim=True)
     factors = factors / evidence.ours.square().sum(-1, keepdim=True).clamp(min=1e-30)
     if evidence.fits(evidence.ours * factors):
         return "each position is scaled otherwise: another epsilon of the norm"
     return "another kind of norm"
-
-
-@cause("exchanged")
-def _exchanged(evidence: Evidence) -> str | None:
-    """The outputs of another module of the layer, as of gate and up."""
-    if evidence.trace is None or evidence.step.is_input or not evidence.step.module:
-        return None
-    for name, outputs in evidence.trace.outputs.items():
-        is_other = (
-            name != evidence.step.module and outputs[0, 0].numel() == evidence.ours[0, 0].numel()
-        )
-        if is_other and evidence.fits(outputs.reshape(evidence.ours.shape)):
-            return f"{evidence.step.module} holds the weights of A's {name}"
-    return None
 
 
 @cause("transposed")
@@ -388,3 +429,24 @@ def _positions(evidence: Evidence) -> str | None:
     difference = evidence.theirs - evidence.ours
     is_of_positions = len(difference) > 1 and evidence.fits(evidence.ours + difference.mean(0))
     return "what is added to the embeddings of each position differs" if is_of_positions else None
+
+
+LARGEST_RANKED = 4096  # rows or columns of a weight whose difference is decomposed
+RANKS, OF_RANK = 8, 0.999  # a low rank is this part of the full one, and has this share of it
+
+
+@cause("adapter")
+def _adapter(evidence: Evidence) -> str | None:
+    """A difference of low rank, as adapters are."""
+    ours, theirs = evidence.parameters("weight")
+    if ours is None or theirs is None or ours.shape != theirs.shape or ours.dim() != 2:
+        return None
+    if max(ours.shape) > LARGEST_RANKED or ours.equal(theirs):
+        return None
+    squares = torch.linalg.svdvals(theirs - ours).square()
+    shares = squares.cumsum(0) / squares.sum()
+    rank = 1 + int((shares < OF_RANK).sum())
+    if rank > min(ours.shape) // RANKS:
+        return None
+    what = f"the weight of {evidence.step.quantity} differs by a matrix of rank {rank}"
+    return f"{what}, as if an adapter were merged twice or not at all"

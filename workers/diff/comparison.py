@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.diff.causes import Cause, Evidence, cause_of
+from headcount.workers.diff.causes import Cause, Evidence, by_contributions, cause_of
 from headcount.workers.diff.layer_steps import (
     JOINT,
     LayerTrace,
@@ -39,6 +39,9 @@ SIZES = ("n_layers", "n_heads", "d_head", "d_model", "d_vocab")
 LAYER_SEQUENCES = 4  # of each kind of input that every layer is compared on
 BATCH = 2  # sequences in a pass
 UNEMBEDDED = 24  # positions of a sequence whose logits are compared
+
+EXPLAINED_BY = {"layer types": ("pattern", "rotation"), "tied": ("unembedding",)}
+"""Quantities that a cause of several layers explains; one that is not named explains all."""
 
 Show = Callable[[str, float | None], None]
 
@@ -328,9 +331,11 @@ class Comparer:
             if self.base is not None:
                 evidence = replace(evidence, base=module_of(self.base, layer, step))
             if layer is not None:
-                parts = [{*named_parts(side.model.blocks[layer])} for side in (self.a, self.b)]
-                only = {"only_ours": parts[0] - parts[1], "only_theirs": parts[1] - parts[0]}
-                evidence = replace(evidence, facts=self._facts(layer), **only)
+                parts = [named_parts(side.model.blocks[layer]) for side in (self.a, self.b)]
+                of_layer = {"parts": parts[0], "their_parts": parts[1]}
+                evidence = replace(evidence, facts=self._facts(layer), **of_layer)
+            evidence = by_contributions(evidence)
+            heads, n_heads = evidence.heads, evidence.ours.shape[2]
             cause = cause_of(evidence)
         departure = Departure(
             layer, step.quantity, step.module, step.is_input, heads, n_heads,
@@ -359,7 +364,11 @@ class Comparer:
         """Gather the causes of all layers; what only several layers together show comes first."""
         whole_model = self._cause_of_layers()
         for departure in self.found.faults:
-            cause = whole_model.get(departure.layer) or departure.cause
+            cause = departure.cause
+            if (whole := whole_model.get(departure.layer)) is not None:
+                explained = EXPLAINED_BY.get(whole.kind)
+                if explained is None or departure.quantity in explained:
+                    cause = whole
             if cause is not None:
                 layers = self.found.causes.setdefault(cause, [])
                 if departure.layer is not None and departure.layer not in layers:
@@ -368,6 +377,8 @@ class Comparer:
     def _cause_of_layers(self) -> dict[int | None, Cause]:
         faulty = sorted({one.layer for one in self.found.faults if one.layer is not None})
         causes: dict[int | None, Cause] = {}
+        if _is_tied(self.b.model) and not _is_tied(self.a.model):
+            causes[None] = Cause("tied", "the unembedding is the embedding, and A's another matrix")
         for layer in faulty:
             if (other := self._layer_with_the_weights_of(layer)) is not None:
                 sentence = "layers lie in another order, or twice"
@@ -399,6 +410,8 @@ def module_of(model: Model, layer: int | None, step: Step) -> nn.Module | None:
     if layer is None:
         if step.quantity == "unembedding":
             return model.modules("unembed")[0]
+        if step.quantity == "embedding":
+            return model.modules("embed")[0]
         return _final_norm(model) if step.quantity == "final norm" else None
     block = model.blocks[layer]
     if step.module:
@@ -407,6 +420,13 @@ def module_of(model: Model, layer: int | None, step: Step) -> nn.Module | None:
     attention = child_of(block, ATTENTION)
     names = (*JOINT, *PROJECTIONS.get(step.quantity.upper(), ()))
     return None if attention is None else child_of(attention, names)
+
+
+def _is_tied(model: Model) -> bool:
+    unembedding, embedding = (
+        model.modules(name)[0]._parameters.get("weight") for name in ("unembed", "embed")
+    )
+    return unembedding is not None and embedding is not None and unembedding.equal(embedding)
 
 
 def _outside_weights(model: Model) -> dict[str, Tensor]:
