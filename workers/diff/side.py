@@ -62,7 +62,7 @@ class WholePass:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     """How each layer was called. Its stream is another one when the layer is run again."""
     first_stream: Tensor | None = None  # given to the first layer
-    last_outputs: list[Any] = field(default_factory=list)  # of the last layer, beside its stream
+    last_outputs: tuple[Any, ...] | None = None  # beside the stream, if layers put out several
     last_stream: Tensor | None = None
     normed: Tensor | None = None  # `[batch pos d_model]` that the unembedding reads
 
@@ -108,7 +108,8 @@ class Side:
                 )
             if layer == last:
                 whole.last_stream = stream.clone()
-                whole.last_outputs = list(output[1:]) if isinstance(output, tuple | list) else []
+                has_more = isinstance(output, tuple | list)
+                whole.last_outputs = (*output[1:],) if has_more else None
 
         def end_pass(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             whole.normed = args[0].clone()
@@ -140,7 +141,8 @@ class Side:
 
         def stand_in(is_last: bool, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             handed_on = stream.clone() if is_last else given_stream(args, kwargs)
-            return (handed_on, *whole.last_outputs) if whole.last_outputs else handed_on
+            more = whole.last_outputs
+            return handed_on if more is None else (handed_on, *more)
 
         for block in blocks:
             # Of the instance alone. Some modules hand on what is set as an attribute.
