@@ -18,6 +18,7 @@ PANELS = {
         "calibrate": "jobs.commands.runs",
         "corpus": "jobs.commands.corpus",
         "doctor": "jobs.commands.upkeep",
+        "diff": "jobs.commands.upkeep",
     },
     "Ask": {
         "query": "queries.commands.query",

@@ -3,7 +3,7 @@
 | code | why |
 |---|---|
 | 0 | it has done what it was asked for |
-| 1 | `check` or `doctor` found something amiss, or the reader of stdout closed it |
+| 1 | `check`, `doctor` or `diff` found something amiss, or the reader of stdout closed it |
 | 2 | an error, which is said in a line |
 | 130 | an interrupt stopped it: 128 + the number of the signal |
 | 143, 129 | SIGTERM or SIGHUP stopped it, likewise |

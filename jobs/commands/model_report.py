@@ -69,7 +69,7 @@ def report_model(name: str, adapter: AdapterChoice = "refuse") -> Iterator[tuple
     for layer in range(info.n_layers):
         by_facts.setdefault(_facts_in_words(model, layer), []).append(layer)
     for facts, layers in by_facts.items():
-        yield "attention", f"{_listed_layers(layers)}: {facts}"
+        yield "attention", f"{listed_layers(layers)}: {facts}"
     for reason, formulas in _undefined(model).items():
         names = ", ".join(formula.name for formula in formulas)
         yield "NULL", f"{names}: {reason}"
@@ -93,7 +93,7 @@ def _facts_in_words(model: Model, layer: int) -> str:
     return ", ".join(words)
 
 
-def _listed_layers(layers: Sequence[int]) -> str:
+def listed_layers(layers: Sequence[int]) -> str:
     """For example `layers 0, 2-5`."""
     runs: list[list[int]] = []
     for layer in layers:
@@ -146,7 +146,7 @@ def _undefined_by_windows(model: Model) -> Iterator[tuple[str, str]]:
     for window, layers in layers_by_window.items():
         names = ", ".join(undefined_behind(window)) if window is not None else ""
         if window is not None and names:
-            where = f"{_listed_layers(layers)}, from n_ctx = {2 * window + 2:,} on"
+            where = f"{listed_layers(layers)}, from n_ctx = {2 * window + 2:,} on"
             cause = f"no query sees what they are about in its window of {counted(window, 'token')}"
             yield "NULL", f"{names}: {where}; {cause}"
     windows = [window for window in layers_by_window if window is not None]

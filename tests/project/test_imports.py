@@ -39,6 +39,7 @@ ROOMS = {
     "headcount.workers.inputs": {"headcount.workers.model"},
     "headcount.workers.interventions": {"headcount.workers.model", "headcount.workers.engine"},
     "headcount.workers.measurements": {"headcount.workers.model", "headcount.workers.engine"},
+    "headcount.workers.diff": {"headcount.workers.model", "headcount.workers.engine"},
 }
 """What each room of `workers` may import of the others; the files outside a room stand above all
 rooms.
@@ -134,7 +135,7 @@ ONLY_IN = {
     ),
     "tokenizers": ("workers/model/", "workers/bridge/", "models/"),
     "torch": (
-        "workers/", "models/", "jobs/commands/doctor.py",
+        "workers/", "models/", "jobs/commands/diff.py", "jobs/commands/doctor.py",
         "jobs/commands/model_report.py",
         "schemas/pattern.py",  # For its types alone.
     ),

@@ -1,0 +1,222 @@
+"""What `headcount diff A B` says: whether two models are the same, and where they differ."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
+from math import sqrt
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor
+
+from headcount.jobs.bars import bar
+from headcount.jobs.commands.model_report import listed_layers
+from headcount.schemas.errors import ModelError, counted, unknown
+from headcount.workers.diff.causes import CAUSES, Cause
+from headcount.workers.diff.comparison import (
+    LAYER_SEQUENCES,
+    Comparer,
+    Comparison,
+    Departure,
+    check_sizes,
+)
+from headcount.workers.diff.number_grids import FORMATS
+from headcount.workers.diff.texts import inputs_of, sequence_length, tokenizer_causes
+from headcount.workers.known_models import KnownModels
+from headcount.workers.model.model import Model
+
+OTHER_KINDS = ("tied", "layer order", "layer types", "tokenizer", "bos", "unlike anything known")
+"""Kinds of difference that have no signature of one step."""
+
+ROUNDING = "rounding"
+KINDS = ("same", ROUNDING, *FORMATS, *CAUSES, *OTHER_KINDS)
+
+MOST_CAUSES, MOST_HEADS = 5, 5  # that are said
+
+
+def check_kinds(allowed: Collection[str]) -> None:
+    """Refuse a kind that nobody knows."""
+    for kind in allowed:
+        if kind not in KINDS:
+            raise ModelError(f"--allow: {unknown('kind', kind, KINDS)}")
+
+
+class Difference:
+    """Two models and what was found between them."""
+
+    def __init__(self, a: str, b: str, base: str | None, console: Console) -> None:
+        self.names = a, b
+        models = KnownModels()
+        with bar(console, "") as show:
+            show("reading the models", None)
+            for side, name in zip("AB", self.names, strict=True):
+                if "run_id=" in name:
+                    raise ModelError(
+                        f"{side}, {name}: is a run, expected a model; name the model of the run"
+                    )
+            infos = [models.describe(name) for name in (a, b, *filter(None, [base]))]
+            for info in infos[1:]:
+                check_sizes(infos[0], info)
+            loaded: list[Model] = []
+            for info in infos:
+                show(f"loading {info.name}", None)
+                loaded.append(models.load(info, "raw", "cpu"))
+            comparer = Comparer(loaded[0], loaded[1], show, *loaded[2:])
+            n_ctx = sequence_length(loaded[0], loaded[1])
+            inputs = inputs_of(infos[0], n_ctx)
+            self.n_ctx, self.counts = n_ctx, {name: len(rows) for name, rows in inputs.items()}
+            self.windows = [
+                facts.window
+                for model in loaded[:2]
+                for layer in range(model.info.n_layers)
+                if (facts := model.facts(layer)) and facts.window and facts.window >= n_ctx
+            ]
+            self.of_texts, self.tokenizers = tokenizer_causes(infos[0], infos[1])
+            self.comparison: Comparison = comparer.compare(inputs)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is the same model."""
+        return "different" if self.of_texts else self.comparison.verdict
+
+    @property
+    def causes(self) -> dict[Cause, list[int]]:
+        """What the difference looks like, and in which layers."""
+        causes = dict(self.comparison.causes) | {cause: [] for cause in self.of_texts}
+        unnamed = [one for one in self.comparison.faults if one.cause is None]
+        layers = sorted({one.layer for one in unnamed if one.layer is not None})
+        if unnamed and not any(set(layers) <= {*of} for of in causes.values() if of):
+            causes[Cause("unlike anything known", "no known cause leaves this")] = layers
+        return causes
+
+    def exit_code(self, allowed: Collection[str]) -> int:
+        """0 if everything that was found is allowed, else 1."""
+        if self.comparison.rounding and not {ROUNDING, self.comparison.rounding} & {*allowed}:
+            return 1
+        return int(any(cause.kind not in allowed for cause in self.causes))
+
+    def record(self) -> dict[str, Any]:
+        """Everything, for programs."""
+        comparison = self.comparison
+        return {
+            "a": self.names[0],
+            "b": self.names[1],
+            "verdict": self.verdict,
+            "rounding": comparison.rounding or None,
+            "causes": [asdict(cause) | {"layers": of} for cause, of in self.causes.items()],
+            "departures": [asdict(departure) for departure in comparison.departures],
+            "tokenizers": self.tokenizers,
+            "losses": {
+                name: dict(zip(("a", "b", "change", "standard_error"), _change(both), strict=True))
+                for name, both in comparison.losses.items()
+            },
+            "heads": [
+                {"layer": layer, "head": head, "change": mean, "standard_error": error}
+                for (layer, head), mean, error in self._heads()
+            ],
+            "n_ctx": self.n_ctx,
+            "sequences": self.counts,
+            "noise": comparison.noise.middle,
+            "comparisons": comparison.noise.comparisons,
+        }
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """A word and its text, at most twenty."""
+        yield "verdict", f"{self.verdict}: {self._sentence()}"
+        shown = self.comparison.faults or self.comparison.departures
+        yield from self._lines_on_places(shown)
+        for name, both in self.comparison.losses.items():
+            ours, _, change, error = _change(both)
+            words = f"changes by {change:+.2g} ± {error:.1g}" if shown else "is the same"
+            yield "does", f"the loss on {name}, {ours:.4f}, {words}"
+        if shown and (heads := self._heads()):
+            texts = (
+                f"L{head[0]}H{head[1]} {mean:.2g} ± {error:.1g}" for head, mean, error in heads
+            )
+            yield "heads", f"{', '.join(texts)} (change of z, as a share of it)"
+        yield from self._lines_on_input()
+        if shown:
+            names = " and ".join(f"--set model={shlex.quote(name)}" for name in self.names)
+            yield "further", f"headcount scan FILE {names}, then headcount query runs run_changes"
+
+    def _sentence(self) -> str:
+        if self.comparison.faults:
+            return "B does not compute what A computes"
+        if self.of_texts:
+            return "the models compute the same from the same tokens, and their tokenizers differ"
+        if self.comparison.rounding:
+            return f"B is A but for weights that are rounded to {self.comparison.rounding}"
+        return "A and B compute the same, within the arithmetic of float32"
+
+    def _lines_on_places(self, shown: Sequence[Departure]) -> Iterator[tuple[str, str]]:
+        if shown:
+            yield "begins", _in_words(shown[0])
+        layers = sorted({one.layer for one in shown if one.layer is not None})
+        if len(layers) > 1:
+            yield "", f"{counted(len(shown), 'step')} of {listed_layers(layers)}, each by itself"
+        if self.comparison.faults and self.comparison.rounding:
+            yield "rounding", f"other weights are rounded to {self.comparison.rounding}"
+        causes = list(self.causes.items())
+        for cause, of in causes[:MOST_CAUSES]:
+            where = f"{listed_layers(sorted(of))}: " if of else ""
+            yield "looks like", f"{cause.kind}: {where}{cause.sentence}"
+        if len(causes) > MOST_CAUSES:
+            yield "", f"and {len(causes) - MOST_CAUSES} more, which --json lists"
+
+    def _lines_on_input(self) -> Iterator[tuple[str, str]]:
+        yield "tokenizers", self.tokenizers
+        kinds = " and ".join(f"{count} {name}" for name, count in self.counts.items())
+        yield "input", f"{kinds} of {self.n_ctx} of A's tokens; layers on {LAYER_SEQUENCES} of each"
+        if self.windows:
+            longest = f"a window of {max(self.windows):,} tokens"
+            yield "", f"{longest} is longer than the input: masks alone were compared"
+        noise = self.comparison.noise
+        count = f"{noise.comparisons:,} comparisons of A with itself"
+        yield "noise", f"{noise.middle:.1g}, the middle of {count} in another order of summation"
+
+    def _heads(self) -> list[tuple[tuple[int, int], float, float]]:
+        """The heads whose z changed most, with standard errors over sequences."""
+        changes = self.comparison.head_changes.items()
+        means = [(head, float(each.mean()), _error(each)) for head, each in changes]
+        return sorted(means, key=lambda head: -head[1])[:MOST_HEADS]
+
+
+def _in_words(departure: Departure) -> str:
+    where = "" if departure.layer is None else f"layer {departure.layer}, "
+    what = departure.quantity
+    if departure.quantity == "rotation":
+        what += f" of {departure.module}"
+    elif departure.is_input and departure.module:
+        what += f" before {departure.module}"
+    elif departure.module:
+        what += f" ({departure.module})"
+    heads = ""
+    if departure.heads and len(departure.heads) < departure.n_heads:
+        shown = ", ".join(map(str, departure.heads[:8]))
+        heads = f", head{'s' if len(departure.heads) > 1 else ''} {shown} of {departure.n_heads}"
+    places = ""
+    if departure.positions < 1:
+        share = f"{departure.positions:.0%} of positions"
+        places = f", at {share}, the first {departure.first_position}"
+    size = f"by {departure.size:.2g} of its size, noise is below {departure.limit:.1g}"
+    return f"{where}{what}{heads}{places}: {size}"
+
+
+def _error(values: Tensor) -> float:
+    return float(values.std() / sqrt(len(values))) if len(values) > 1 else float("nan")
+
+
+def _change(losses: Tensor) -> tuple[float, float, float, float]:
+    """A's loss, B's, the change and its standard error over sequences."""
+    ours, theirs = losses
+    change = theirs - ours
+    return float(ours.mean()), float(theirs.mean()), float(change.mean()), _error(change)
+
+
+def as_json(difference: Difference) -> str:
+    """The record as JSON, in which undefined numbers are null."""
+    text = json.dumps(difference.record(), default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)

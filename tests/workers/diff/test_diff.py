@@ -1,0 +1,292 @@
+"""Whether two models are the same, where they begin to differ, and what that looks like."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headcount.workers.diff.causes import CAUSES
+from headcount.workers.diff.number_grids import rounding_between
+from headcount.workers.diff.texts import tokenizer_causes
+from headcount.workers.model.info.description import describe, find_model
+from tests.planted import planted_faults as planted
+from tests.toys import toy_models as toy
+from tests.toys.commands import Ended, ended, error_of
+from tests.toys.model_families import prepare_libraries
+
+
+@pytest.fixture(autouse=True)
+def _quiet_libraries(one_thread: None) -> None:
+    prepare_libraries()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.save_model(tmp_path_factory.mktemp("models") / "llama", planted.FAMILIES["llama"]())
+
+
+def diff(a: object, b: object, *words: object) -> Ended:
+    return ended("diff", a, b, *words)
+
+
+def said(end: Ended, word: str) -> list[str]:
+    """The texts behind a word."""
+    lines = end.stdout.splitlines()
+    return [line[11:] for line in lines if line[:11].strip() == word]
+
+
+def test_every_fault_that_is_planted_is_found_at_its_place_with_its_cause(
+    llama: Path, tmp_path: Path
+) -> None:
+    fault = next(fault for fault in planted.FAULTS if fault.name == "a head of q by a tenth")
+    faulty = toy.copy_of(llama, tmp_path / "faulty", fault.change)
+    end = diff(llama, faulty)
+    assert (end.code, said(end, "verdict")) == (
+        1, ["different: B does not compute what A computes"],
+    )  # fmt: skip
+    (begins,) = said(end, "begins")
+    assert begins.startswith("layer 1, q (self_attn.q_proj), head 2 of 4: by 0.1 of its size")
+    assert said(end, "looks like") == ["scale: layer 1: q is 1.1 times A's in head 2"]
+    assert said(end, "heads")[0].startswith("L1H2 ")
+    assert len(end.stdout.splitlines()) <= 20
+    assert diff(llama, faulty, "--allow", "scale").code == 0
+
+
+def test_the_same_model_in_another_form_is_the_same(llama: Path, tmp_path: Path) -> None:
+    change = next(each for each in planted.HARMLESS if each.name == "scales that cancel")
+    other = toy.copy_of(llama, tmp_path / "other", change.change)
+    end = diff(llama, other, "--json")
+    record = json.loads(end.stdout)
+    assert (end.code, record["verdict"], record["departures"]) == (0, "same", [])
+    assert record["losses"]["repeats"]["change"] == pytest.approx(0, abs=1e-5)
+    assert record["noise"] < 1e-5
+
+
+def test_rounding_is_named_and_may_be_refused(llama: Path, tmp_path: Path) -> None:
+    change = next(each for each in planted.HARMLESS if each.name == "stored in bfloat16")
+    rounded = toy.copy_of(llama, tmp_path / "rounded", change.change)
+    end = diff(llama, rounded)
+    sentence = "rounding: B is A but for weights that are rounded to bfloat16"
+    assert (end.code, said(end, "verdict")) == (0, [sentence])
+    assert diff(llama, rounded, "--allow", "float16").code == 1
+    assert diff(llama, rounded, "--allow", "bfloat16", "--allow", "scale").code == 0
+
+
+def test_every_layer_is_compared_from_the_input_of_a(llama: Path, tmp_path: Path) -> None:
+    """Two faults show by themselves, and no layer between or behind them does."""
+    names = [planted.of(0, "v"), planted.of(2, "o")]
+    faulty = toy.copy_of(llama, tmp_path / "faulty", planted.both(
+        *(planted.times(name, 2) for name in names)
+    ))  # fmt: skip
+    comparison = planted.compared(planted.model_in(llama), planted.model_in(faulty))
+    places = [(one.layer, one.quantity, one.rounding) for one in comparison.departures]
+    assert places == [(0, "v", ""), (2, "attention output", "")]
+    assert list(comparison.causes.values()) == [[0], [2]]
+
+
+def test_a_window_longer_than_the_input_is_compared_by_its_mask(tmp_path: Path) -> None:
+    fields = {"num_key_value_heads": 2, "max_position_embeddings": 9000}
+    config = toy.family("MistralConfig", sliding_window=4000, **fields)
+    whole = toy.save_model(tmp_path / "whole", config)
+    faulty = toy.copy_of(whole, tmp_path / "faulty", planted.config(sliding_window=3999))
+    comparison = planted.compared(planted.model_in(whole), planted.model_in(faulty))
+    (cause,) = comparison.causes
+    assert (
+        cause.sentence
+        == "a query sees the last 3,999 keys, and A's the last 4,000 keys (off by -1)"
+    )
+    assert comparison.causes[cause] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (Tensor.half, "float16"),
+        (Tensor.bfloat16, "bfloat16"),
+        (planted.in_integers(127, 32), "8-bit"),
+        (planted.in_integers(7, 32), "4-bit"),
+        # Whole rows share a scale, too.
+        (planted.in_integers(127, 96), "8-bit"),
+        (lambda weight: weight * 1.001, None),
+        (lambda weight: weight + 1e-3, None),
+        # On the grid, but further away than rounding goes.
+        (lambda weight: (weight * 1.1).half(), None),
+        (lambda weight: planted.in_integers(7, 32)(weight * 1.1), None),
+        (lambda weight: planted.in_integers(7, 32)(weight.roll(1, 0)), None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_format_explains_what_its_rounding_can_do_and_no_more(change: Any, expected: str | None):
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * 0.02
+    changed = change(weight).float()
+    assert rounding_between(weight, changed) == expected
+    assert rounding_between(changed, weight) == expected
+
+
+def test_a_fault_beneath_coarse_rounding_is_found(llama: Path, tmp_path: Path) -> None:
+    change = next(each for each in planted.HARMLESS if each.name == "GGUF in float16")
+    assert change.rounding == "float16"
+    quantised = planted.both(
+        planted.each_matrix(planted.in_integers(7, 16)), planted.rope(rope_theta=10100.0)
+    )
+    faulty = toy.copy_of(llama, tmp_path / "faulty", quantised)
+    comparison = planted.compared(planted.model_in(llama), planted.model_in(faulty))
+    assert (comparison.verdict, comparison.rounding) == ("different", "4-bit")
+    assert {one.quantity for one in comparison.faults} == {"rotation"}
+
+
+def test_what_training_changed_is_there_twice_or_not_at_all(llama: Path, tmp_path: Path) -> None:
+    name = planted.of(2, "v")
+    changed = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)) * 0.01
+
+    def trained(times: int) -> Path:
+        merge = planted.weights(lambda t: t[name].add_(times * changed))
+        return toy.copy_of(llama, tmp_path / f"merged-{times}", merge)
+
+    once, twice = trained(1), trained(2)
+    end = diff(once, twice, "--base", llama)
+    expected = "merged: layer 2: the weight of v is twice what A changed in its base"
+    assert said(end, "looks like") == [expected]
+    end = diff(once, llama, "--base", llama)
+    assert said(end, "looks like") == ["merged: layer 2: the weight of v is the base's, unchanged"]
+
+
+# Tokenizers
+
+
+def with_merge(path: Path) -> None:
+    """A tokenizer that joins the digits 1 and 2."""
+    file = path / "tokenizer.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    fields["model"]["vocab"]["12"] = fields["model"]["vocab"].pop("ÿ")
+    fields["model"]["merges"] = [["1", "2"]]
+    file.write_text(json.dumps(fields), encoding="utf-8")
+
+
+def with_bos(count: int) -> Any:
+    """A tokenizer that puts BOS before a text so many times."""
+
+    def change(path: Path) -> None:
+        file = path / "tokenizer.json"
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        special = {"id": "<|endoftext|>", "type_id": 0}
+        one = {"Sequence": {"id": "A", "type_id": 0}}
+        fields["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [*[{"SpecialToken": special}] * count, one],
+            "pair": [one, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|endoftext|>": {
+                "id": "<|endoftext|>", "ids": [toy.BYTE_BOS], "tokens": ["<|endoftext|>"],
+            }},
+        }  # fmt: skip
+        file.write_text(json.dumps(fields), encoding="utf-8")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "sentence"),
+    [
+        (with_merge, "tokenizer", "3 of 33 texts become other tokens, such as '12|3"),
+        (with_bos(2), "bos", "its tokenizer puts BOS 2 times before a text, and A's BOS"),
+        (with_bos(0), "bos", "its tokenizer puts no BOS before a text, and A's BOS"),
+    ],
+    ids=("digits", "doubled", "missing"),
+)
+def test_tokenizers_are_compared_on_texts_and_by_what_they_put_first(
+    change: Any, kind: str, sentence: str, tmp_path: Path
+) -> None:
+    whole = toy.save_byte_model(tmp_path / "whole")
+    with_bos(1)(whole)
+    other = toy.copy_of(whole, tmp_path / "other", change)
+    causes, _ = tokenizer_causes(describe(whole), describe(other))
+    assert causes[-1].kind == kind
+    assert causes[0].sentence.startswith(sentence)
+    assert tokenizer_causes(describe(whole), describe(whole)) == ([], "the same on 33 texts")
+
+
+def test_a_model_with_another_tokenizer_is_different(tmp_path: Path) -> None:
+    whole = toy.save_byte_model(tmp_path / "whole")
+    other = toy.copy_of(whole, tmp_path / "other", with_merge)
+    end = diff(whole, other)
+    assert (end.code, said(end, "verdict")) == (1, [
+        "different: the models compute the same from the same tokens, and their tokenizers differ"
+    ])  # fmt: skip
+    assert diff(whole, other, "--allow", "tokenizer").code == 0
+
+
+# What cannot be compared
+
+
+@pytest.fixture
+def refusals(llama: Path, tmp_path: Path) -> Any:
+    def refused(change: Any) -> str:
+        other = toy.copy_of(llama, tmp_path / "other", change)
+        error = error_of("diff", llama, other)
+        shutil.rmtree(other)
+        return error
+
+    return refused
+
+
+def test_what_cannot_be_compared_is_refused_in_a_line(
+    llama: Path, refusals: Any, tmp_path: Path
+) -> None:
+    expected = "expected two forms of one model, of which every layer and head can be compared"
+    assert error_of("diff", llama, find_model("bundled:gpt2-mini")) == (
+        f"n_layers is 4 in A and 3 in B; {expected}"
+    )
+    larger = toy.family("LlamaConfig", **planted.SIZES | {"vocab_size": 71})
+    toy.save_model(tmp_path / "larger", larger)
+    assert error_of("diff", llama, tmp_path / "larger") == (
+        f"d_vocab is 61 in A and 71 in B; {expected}"
+    )
+    assert error_of("diff", llama, tmp_path).startswith(f"{tmp_path}: no readable config.json")
+    assert error_of("diff", "runs/run_id=one-1a2b3c4d", llama) == (
+        "A, runs/run_id=one-1a2b3c4d: is a run, expected a model; name the model of the run"
+    )
+    assert error_of("diff", llama, llama, "--allow", "roundings").startswith(
+        "--allow: unknown kind 'roundings': did you mean 'rounding'? Known: "
+    )
+    nan = planted.weights(lambda t: t[planted.of(2, "v")].fill_(torch.nan))
+    assert refusals(nan) == (
+        "B: layer 2 puts out NaN or infinity (model.layers.2.self_attn.v_proj.weight holds numbers "
+        "that are NaN or infinite), expected numbers; nothing can be compared behind it"
+    )
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    encoder = toy.save_model(tmp_path / "bert", toy.family("BertConfig"))
+    error = error_of("diff", encoder, encoder)
+    assert "\n" not in error
+    assert "expected a causal language model" in error
+
+
+# All that are planted: a minute or two
+
+
+@pytest.mark.long
+def test_planted_faults_are_found_and_named(tmp_path: Path) -> None:
+    rows = [*planted.planted(tmp_path)]
+    missed = [fault.name for fault, found in rows if found.verdict != "different"]
+    misplaced = [fault.name for fault, found in rows if not planted.is_placed(fault, found)]
+    misnamed = [fault.name for fault, found in rows if not planted.is_named(fault, found)]
+    assert (missed, misplaced, misnamed) == ([], [], [])
+    kinds = {fault.cause for fault, _ in rows} - {""}
+    assert kinds == {*CAUSES, "layer order", "layer types"} - {"sink or slopes", "merged"}
+
+
+@pytest.mark.long
+def test_no_harmless_change_raises_an_alarm(tmp_path: Path) -> None:
+    rows = [*planted.harmless(tmp_path)]
+    assert len(rows) >= 40
+    assert [
+        (change.name, family) for family, change, found in rows
+        if not planted.is_harmless(change, found)
+    ] == []  # fmt: skip

@@ -1,0 +1,126 @@
+"""The input that two models are compared on, and how their tokenizers cut texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headcount.schemas.errors import ModelError
+from headcount.workers.diff.causes import Cause
+from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.info.text_tokenizer import PROBE, TextTokenizer, load_tokenizer
+from headcount.workers.model.model import Model
+
+SEQUENCES = 32  # of each kind of input
+LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a sequence
+BEYOND_WINDOW = 64  # tokens that see past the longest window
+
+CUT_TEXTS = (
+    *PROBE,
+    "1234567890", "12 345 6.78", "a1b22c333", "2024-02-29T12:34:56Z",
+    " one", "  two", "   three ", "\n\n\n", "\t\tx", "a\r\nb", "end ",
+    "| a | b |\n|---|---|\n| 1 | 2 |", "x,y\n1.5,2.5\n", "{\"a\": [1, 2]}",
+    "if (x != y) { return x->z[0]; }", "def f(self, *args):\n        pass", "SELECT * FROM t;",
+    "https://example.org/a?b=c&d=1", "don't WE'LL it's", "Ärger naïve œuvre",
+    "你好世界", "привет", "😀🧑‍🚀",
+    "ﬁ ① Ａ", "<s> </s> <|endoftext|> [INST]",
+)  # fmt: skip
+"""Texts that tokenizers are compared on: digits, spaces, tables, code, scripts, special tokens."""
+
+
+def sequence_length(a: Model, b: Model) -> int:
+    """Tokens of a sequence: enough to leave every window of either model, up to a bound."""
+    facts = (m.facts(layer) for m in (a, b) for layer in range(m.info.n_layers))
+    windows = [each.window for each in facts if each is not None and each.window is not None]
+    wanted = max([LEAST_TOKENS, *(window + BEYOND_WINDOW for window in windows)])
+    return min(wanted, MOST_TOKENS, a.info.n_ctx, b.info.n_ctx)
+
+
+def inputs_of(info: ModelInfo, n_ctx: int) -> dict[str, Tensor]:
+    """Sequences of tokens of a model by the kind of input: texts, if it has a tokenizer, and
+    random tokens, which come twice.
+    """
+    repeats = np.random.default_rng(0).integers(info.d_vocab, size=(SEQUENCES, -(-n_ctx // 2)))
+    first = [info.bos_token_id] if info.begins_with_bos("auto") else []
+    inputs: dict[str, Tensor] = {}
+    try:
+        encode = TextTokenizer(info.tokenizer, info.d_vocab).encode
+    except ModelError:
+        encode = None
+    if encode is not None:
+        tokens = (ids for ids in map(encode, _documents()))
+        texts = [[*first, *ids][:n_ctx] for ids in _long_enough(tokens, n_ctx)]
+        inputs["texts"] = torch.tensor([*islice(texts, SEQUENCES)])
+    rows = np.concatenate([repeats, repeats], axis=1)[:, : n_ctx - len(first)]
+    twice = torch.from_numpy(rows)
+    inputs["repeats"] = torch.cat(
+        [torch.tensor([first] * len(twice)).long().view(len(twice), -1), twice], 1
+    )
+    return inputs
+
+
+def _documents() -> Iterator[str]:
+    """Chapters of the reference that every Python carries."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield topics[name]
+
+
+def _long_enough(documents: Iterator[list[int]], n_ctx: int) -> Iterator[list[int]]:
+    """The tokens of each document that is long enough; shorter ones are joined."""
+    joined: list[int] = []
+    for tokens in documents:
+        joined = joined + tokens
+        if len(joined) >= n_ctx:
+            yield joined
+            joined = []
+
+
+def tokenizer_causes(a: ModelInfo, b: ModelInfo) -> tuple[list[Cause], str]:
+    """What differs between two tokenizers, and a line on what was compared."""
+    sides = [_tokenizer_of(a), _tokenizer_of(b)]
+    absent = [name for name, side in zip("AB", sides, strict=True) if side is None]
+    if absent:
+        return [], f"not compared: none lies beside {' and '.join(absent)}"
+    causes: list[Cause] = []
+    ours, theirs = ([_pieces(side, text) for text in CUT_TEXTS] for side in sides)
+    differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
+    if differing:
+        pair = min(differing, key=lambda pair: len(pair[0]))
+        one, other = ("|".join(text for _, text in pieces) for pieces in pair)
+        share = f"{len(differing)} of {len(CUT_TEXTS)} texts"
+        sentence = f"{share} become other tokens, such as {other!r} for A's {one!r}"
+        causes.append(Cause("tokenizer", sentence))
+    counts = [_bos_count(side, info) for side, info in zip(sides, (a, b), strict=True)]
+    if counts[0] != counts[1]:
+        words = ["no BOS" if n == 0 else "BOS" if n == 1 else f"BOS {n} times" for n in counts]
+        sentence = f"its tokenizer puts {words[1]} before a text, and A's {words[0]}"
+        causes.append(Cause("bos", sentence))
+    elif a.bos_token_id != b.bos_token_id:
+        causes.append(Cause("bos", f"its BOS is token {b.bos_token_id}, A's {a.bos_token_id}"))
+    return causes, f"{'others' if causes else 'the same'} on {len(CUT_TEXTS)} texts"
+
+
+def _tokenizer_of(info: ModelInfo) -> Any:  # noqa: ANN401 (of the library tokenizers)
+    try:
+        return load_tokenizer(info.tokenizer)
+    except ModelError:
+        return None
+
+
+def _pieces(tokenizer: Any, text: str) -> list[tuple[int, str]]:  # noqa: ANN401
+    """The tokens of a text: ids and what they stand for."""
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    return [*zip(encoding.ids, encoding.tokens, strict=True)]
+
+
+def _bos_count(tokenizer: Any, info: ModelInfo) -> int:  # noqa: ANN401
+    """How many BOS tokens a tokenizer puts before a text."""
+    ids = tokenizer.encode("a text", add_special_tokens=True).ids
+    return next((count for count, token in enumerate(ids) if token != info.bos_token_id), 0)
