@@ -1,11 +1,12 @@
 """What a list of heads is worth: passkeys that a model finds behind caches of one size.
 
-    .venv-kvpress/bin/python -m benchmarks.real_models.passkeys MODEL DUO
+    .venv-kvpress/bin/python -m benchmarks.real_models.passkeys MODEL DUO…
 
-MODEL is a GGUF file or a directory, DUO the folder of `headcount export duo` of it. kvpress needs
-an environment of its own, tests/kvpress/requirements.txt and gguf, so nothing of ours is imported
-here. Each prompt is 1,500 tokens of Python's reference with a number of five digits somewhere. Its
-cache is cut before the question is known. Then the model is asked, and answers greedily.
+MODEL is a GGUF file or a directory, each DUO a folder of `headcount export duo` of it. kvpress
+needs an environment of its own, tests/kvpress/requirements.txt and gguf, so nothing of ours is
+imported here. Each prompt is 1,500 tokens of Python's reference with a number of five digits
+somewhere. Its cache is cut before the question is known. Then the model is asked, and answers
+greedily.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,10 @@ def shuffled(folder: Path, seed: int, place: Path) -> Path:
     return made
 
 
-def prompts(tokenizer: Any, seed: int) -> Iterator[tuple[torch.Tensor, str]]:  # noqa: ANN401
+def prompts(tokenizer: Any) -> Iterator[tuple[torch.Tensor, str]]:  # noqa: ANN401
     """Tokens [1 position] of a text with a number in it, and the number."""
     text = tokenizer("\n\n".join(topics.values()), add_special_tokens=False).input_ids
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     for depth in np.linspace(0.05, 0.85, PROMPTS):
         number = str(generator.integers(10 ** (DIGITS - 1), 10**DIGITS))
         needle = tokenizer(NEEDLE.format(number, number), add_special_tokens=False).input_ids
@@ -95,36 +95,34 @@ def answer(model: Any, tokenizer: Any, press: Any, tokens: torch.Tensor) -> str:
     return tokenizer.decode(said).strip()[:DIGITS]
 
 
-def main(path: Path, folder: Path, seed: int = 0) -> None:
+def main(path: Path, folders: Sequence[Path]) -> None:
     """Print how many numbers each cache keeps."""
     place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **file).eval()
     tokenizer = AutoTokenizer.from_pretrained(place, **file)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folders[0] / "config.json").read_text())
     kept_keys = (config["sink_size"] + config["recent_size"]) / TOKENS
     kept = 1 - STREAMING + STREAMING * kept_keys
     with tempfile.TemporaryDirectory() as scratch:
-        lists = [shuffled(folder, seed, Path(scratch)) for seed in range(RANDOM_LISTS)]
-        presses = {
-            "nothing": [None],
-            "the list of duo": [ListedHeads(STREAMING, folder=str(folder))],
-            f"random lists, mean of {RANDOM_LISTS}": [
-                ListedHeads(STREAMING, folder=str(other)) for other in lists
-            ],
-            "SnapKV": [SnapKVPress(1 - kept)],
-            "ExpectedAttention": [ExpectedAttentionPress(1 - kept)],
+        lists = {str(folder): folder for folder in folders}
+        lists |= {
+            f"random list {seed}": shuffled(folders[0], seed, Path(scratch))
+            for seed in range(RANDOM_LISTS)
+        }
+        presses: dict[str, Any] = {
+            "nothing": None,
+            **{name: ListedHeads(STREAMING, folder=str(each)) for name, each in lists.items()},
+            "SnapKV": SnapKVPress(1 - kept),
+            "ExpectedAttention": ExpectedAttentionPress(1 - kept),
         }
         print(f"{PROMPTS} numbers in {TOKENS} tokens each; {kept:.0%} of the cache kept")
-        for name, of_name in presses.items():
-            right = [
-                sum(
-                    answer(model, tokenizer, press, tokens) == number
-                    for tokens, number in prompts(tokenizer, seed)
-                )
-                for press in of_name
-            ]
-            print(f"{name:30} {mean(right):4.3g}  {right}", flush=True)
+        for name, press in presses.items():
+            right = sum(
+                answer(model, tokenizer, press, tokens) == number
+                for tokens, number in prompts(tokenizer)
+            )
+            print(f"{name:30} {right}", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]), [*map(Path, sys.argv[2:])])

@@ -41,7 +41,7 @@ def qfilters(source: ExportSource) -> Exported:
     Measure it before you rely on it. In SmolLM2-135M-Instruct these filters lost the text less than
     random ones and more than a window in all heads: with 77, 53 and 30 % of the cache kept, the
     loss rose by 0.076, 0.193 and 0.360 nats per token, with random filters by 0.488, 0.866 and
-    1.78, with a window by 0.002, 0.048 and 0.129; of 20 passkeys it found 18, 10 and 0.
+    1.78, with a window by 0.002, 0.048 and 0.129.
 
     `ambiguous_kv_heads` of `config.json` lists `[layer, kv_head]` whose filter may point the wrong
     way. In some of its query heads, the mean of the queries along the direction is within two
