@@ -120,7 +120,10 @@ def test_a_window_longer_than_the_input_is_compared_by_its_mask(tmp_path: Path) 
         (lambda weight: planted.in_integers(7, 32)(weight * 1.1), None),
         (lambda weight: planted.in_integers(7, 32)(weight.roll(1, 0)), None),
     ],
-    ids=str,
+    ids=[
+        *("float16", "bfloat16", "8-bit", "4-bit", "8-bit by row", "scaled", "shifted"),
+        *("half of another", "4-bit of another", "4-bit in another order"),
+    ],
 )  # fmt: skip
 def test_a_format_explains_what_its_rounding_can_do_and_no_more(change: Any, expected: str | None):
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * 0.02
