@@ -1,5 +1,5 @@
 #!/bin/bash
-# Measures what docs/guide/census.md publishes of two public models, and writes its Parquet files:
+# Measures what docs/census/README.md publishes of two public models, and writes its Parquet files:
 #   bash census.sh BIN FOLDER RUNS FILES
 # BIN has `headcount`, FOLDER the models and the texts. A second call goes on where the first was stopped.
 set -euo pipefail

@@ -18,7 +18,8 @@ from tests.pages.page_commands import CommandBlock, FileToSave, follow_page, sam
 
 TUTORIAL = ROOT / "docs" / "guide" / "tutorial.md"
 NAMED_QUERIES = ROOT / "docs" / "reference" / "queries.md"
-PAGES = [ROOT / "README.md", *sorted(TUTORIAL.parent.glob("*.md")), NAMED_QUERIES]
+CENSUS = ROOT / "docs" / "census" / "README.md"
+PAGES = [ROOT / "README.md", *sorted(TUTORIAL.parent.glob("*.md")), CENSUS, NAMED_QUERIES]
 
 
 def check(page: Path, folder: Path, begun: Path | None = None) -> None:

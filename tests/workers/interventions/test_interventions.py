@@ -58,6 +58,8 @@ of the Mistral see six keys.
 def paths(shelf: toy.Shelf) -> Paths:
     return {name: shelf.path(model) for name, model in MODELS.items()}
 
+OURS = "headcount.workers.interventions"  # a module whose functions are registered at once
+
 
 @pytest.fixture
 def replicas(shelf: toy.Shelf) -> Replicas:
@@ -73,6 +75,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
 
     def register_all(*functions: Callable[..., Any]) -> None:
         for function in functions:
+            function.__module__ = OURS
             intervention(function)
 
     return register_all
@@ -243,6 +246,7 @@ def test_a_change_that_reads_what_is_not_known_yet_is_refused() -> None:
         (nothing, "unknown target 'logits'"),
         (zero_head, "'zero_head' is defined twice"),
     ):
+        change.__module__ = OURS
         with pytest.raises(ValueError, match=problem):
             intervention_registry.intervention(change)
 
