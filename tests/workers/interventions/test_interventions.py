@@ -58,6 +58,7 @@ of the Mistral see six keys.
 def paths(shelf: toy.Shelf) -> Paths:
     return {name: shelf.path(model) for name, model in MODELS.items()}
 
+
 OURS = "headcount.workers.interventions"  # a module whose functions are registered at once
 
 
