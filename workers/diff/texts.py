@@ -89,22 +89,24 @@ def tokenizer_causes(a: ModelInfo, b: ModelInfo) -> tuple[list[Cause], str]:
     if absent:
         return [], f"not compared: none lies beside {' and '.join(absent)}"
     causes: list[Cause] = []
+    words = f"the same on {len(CUT_TEXTS)} texts"
     ours, theirs = ([_pieces(side, text) for text in CUT_TEXTS] for side in sides)
     differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
     if differing:
-        pair = min(differing, key=lambda pair: len(pair[0]))
-        one, other = ("|".join(text for _, text in pieces) for pieces in pair)
         share = f"{len(differing)} of {len(CUT_TEXTS)} texts"
+        words = f"not the same on {share}"
+        pair = min(differing, key=lambda pair: len(pair[0]))
+        one, other = ("|".join(part for *_, part in pieces) for pieces in pair)
         sentence = f"{share} become other tokens, such as {other!r} for A's {one!r}"
         causes.append(Cause("tokenizer", sentence))
     counts = [_bos_count(side, info) for side, info in zip(sides, (a, b), strict=True)]
     if counts[0] != counts[1]:
-        words = ["no BOS" if n == 0 else "BOS" if n == 1 else f"BOS {n} times" for n in counts]
-        sentence = f"its tokenizer puts {words[1]} before a text, and A's {words[0]}"
+        counted = ["no BOS" if n == 0 else "BOS" if n == 1 else f"BOS {n} times" for n in counts]
+        sentence = f"its tokenizer puts {counted[1]} before a text, and A's {counted[0]}"
         causes.append(Cause("bos", sentence))
     elif a.bos_token_id != b.bos_token_id:
         causes.append(Cause("bos", f"its BOS is token {b.bos_token_id}, A's {a.bos_token_id}"))
-    return causes, f"{'others' if causes else 'the same'} on {len(CUT_TEXTS)} texts"
+    return causes, words
 
 
 def _tokenizer_of(info: ModelInfo) -> Any:  # noqa: ANN401 (of the library tokenizers)
@@ -114,10 +116,14 @@ def _tokenizer_of(info: ModelInfo) -> Any:  # noqa: ANN401 (of the library token
         return None
 
 
-def _pieces(tokenizer: Any, text: str) -> list[tuple[int, str]]:  # noqa: ANN401
-    """The tokens of a text: ids and what they stand for."""
+def _pieces(tokenizer: Any, text: str) -> list[tuple[int, str, str]]:  # noqa: ANN401
+    """The tokens of a text: ids, what they stand for, and the part of the text that they cover.
+
+    Several tokens may make up one letter, which then is a part of each.
+    """
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    return [*zip(encoding.ids, encoding.tokens, strict=True)]
+    parts = [text[slice(*offsets)] for offsets in encoding.offsets]
+    return [*zip(encoding.ids, encoding.tokens, parts, strict=True)]
 
 
 def _bos_count(tokenizer: Any, info: ModelInfo) -> int:  # noqa: ANN401
