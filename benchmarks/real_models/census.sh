@@ -18,6 +18,8 @@ for model in SmolLM2-135M-Instruct.Q4_1.gguf gemma-3-270m.Q4_K_M.gguf; do
 	run=$(headcount scan "$scans"/effects.toml "${of_this[@]}")
 	headcount calibrate "$run" --heads 8 --sequences 16
 done
-for query in head_summaries layer_norms calibrated_effects effect_calibration; do
+# Calibrations measure heads under interventions, which no head of the census is.
+headcount query "$runs" "FROM head_summaries WHERE run_id NOT LIKE '%-calibration-%'" -o "$files/head_summaries.parquet"
+for query in layer_norms calibrated_effects effect_calibration; do
 	headcount query "$runs" $query -o "$files/$query.parquet"
 done

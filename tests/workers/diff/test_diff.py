@@ -282,7 +282,8 @@ def test_planted_faults_are_found_and_named(tmp_path: Path) -> None:
     misnamed = [fault.name for fault, found in rows if not planted.is_named(fault, found)]
     assert (missed, misplaced, misnamed) == ([], [], [])
     kinds = {fault.cause for fault, _ in rows} - {""}
-    assert kinds == {*CAUSES, "layer order", "layer types"} - {"sink or slopes", "merged"}
+    of_layers = ("layer order", "layer types", "tied")
+    assert kinds == {*CAUSES, *of_layers} - {"sink or slopes", "merged"}
 
 
 @pytest.mark.long
