@@ -107,16 +107,17 @@ class Answers:
         """Whether they are as good as those of the full cache, within the tolerance. `none` are
         those with no head whole.
         """
-
-        # A share of the loss itself would be a hundredth of a nat for one model, and less than
-        # rounding for another that knows every token.
-        def is_low(name: Literal["loss", "text_loss"]) -> bool:
-            whole = getattr(full, name)
-            worth = max(0.0, getattr(none, name) - whole)
-            return getattr(self, name) <= whole + tolerance * worth
-
         recalls = self.recall >= (1 - tolerance) * full.recall
-        return recalls and is_low("loss") and is_low("text_loss")
+        predicts = _is_low(self.loss, full.loss, none.loss, tolerance)
+        predicts_text = _is_low(self.text_loss, full.text_loss, none.text_loss, tolerance)
+        return recalls and predicts and predicts_text
+
+
+def _is_low(loss: float, full: float, none: float, tolerance: float) -> bool:
+    """Whether a loss has risen by a share at most of what whole heads lower it by."""
+    # A share of the loss itself would be a hundredth of a nat for one model, and less than
+    # rounding for another that knows every token.
+    return loss <= full + tolerance * max(0.0, none - full)
 
 
 class HeadTrial:
