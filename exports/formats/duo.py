@@ -135,7 +135,7 @@ def duo(
       and the last `recent` keys, on any input, with one run; or effect, which is the rise of the
       loss if the KV head streams, estimated by `effect_window` and calibrated, on any input, as a
       share of the largest. The first keeps more of what is asked for later: with 28 % of its cache
-      SmolLM2-135M-Instruct finds 7 of 20 passkeys by it, 1 by effect, and none by random lists.
+      SmolLM2-135M-Instruct finds 7 of 20 passkeys by it, 1 by effects, and none by random lists.
     * `sink`: first keys that a streaming head keeps. DuoAttention trained with 64.
     * `recent`: last keys that a streaming head keeps. DuoAttention trained with 256.
     * `sparsity`: share of KV heads that stream: those below this quantile of the scores, as

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headcount.workers.diff.side import Side, WholePass, first_of, given_stream, with_stream
+from headcount.workers.diff.side import Side, WholePass, given_stream, with_stream
 from headcount.workers.model.attention_facts import Attend, AttentionFacts
-from headcount.workers.model.bare_modules import ATTENTION, MLP, PROJECTIONS
+from headcount.workers.model.bare_modules import ATTENTION, MLP, PROJECTIONS, first_of
 from headcount.workers.model.rotations import Rotation
 
 JOINT = ("c_attn", "query_key_value", "qkv_proj", "Wqkv", "qkv")

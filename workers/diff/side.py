@@ -23,6 +23,7 @@ from headcount.workers.model.attention_facts import (
     weighted_values,
 )
 from headcount.workers.model.attention_layers import attending
+from headcount.workers.model.bare_modules import first_of
 from headcount.workers.model.model import Model
 
 LOSS_POSITIONS = 128  # of a sequence whose loss is taken: vocabularies may be large
@@ -36,11 +37,6 @@ def swept(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
 def built(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
     """The same of the whole matrix, which adds up in another order."""
     return weighted_values(pattern_of(all_scores(q, k, facts), facts), v).transpose(1, 2)
-
-
-def first_of(output: object) -> object:
-    """The tensor in what a module puts out, which may be the first of several things."""
-    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def given_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401

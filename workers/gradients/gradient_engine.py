@@ -26,8 +26,9 @@ from headcount.workers.engine.number_formats import linears_in
 from headcount.workers.engine.prediction_inputs import row_chunks
 from headcount.workers.engine.tile_sweep import Question
 from headcount.workers.gradients.attention_gradient import FusedAttention
-from headcount.workers.gradients.stream_writes import LayerWrites, StreamWrites, first_of
+from headcount.workers.gradients.stream_writes import LayerWrites, StreamWrites
 from headcount.workers.model.attention_facts import AttentionFacts, weighted_values
+from headcount.workers.model.bare_modules import first_of
 
 
 class GradientEngine(FusedEngine):

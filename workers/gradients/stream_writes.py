@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.model.attention_check import CHECK_TOKENS, drawn_tokens
 from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.bare_modules import ATTENTION, child_of
+from headcount.workers.model.bare_modules import ATTENTION, child_of, first_of
 from headcount.workers.model.model import Model
 
 LARGEST_DIFFERENCE = 1e-4  # of what a layer adds to the stream, relative to it
@@ -132,8 +132,3 @@ def _seen_in(model: Model) -> tuple[list[_Seen], Tensor | None]:
             hooks.enter_context(module.register_forward_hook(see, with_kwargs=True))
         model.run_bare(tokens, attend)
     return seen, next(iter(read), None)
-
-
-def first_of(output: Any) -> Any:  # noqa: ANN401 (what a module returns)
-    """What a module returns, or the first of it."""
-    return output[0] if isinstance(output, tuple | list) else output

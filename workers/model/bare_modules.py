@@ -98,6 +98,11 @@ def child_of(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
     return next((child for child in children if isinstance(child, nn.Module)), None)
 
 
+def first_of(output: Any) -> Any:  # noqa: ANN401 (what a module returns)
+    """What a module returns, or the first of several things."""
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
 def projection(block: nn.Module, name: str, info: ModelInfo) -> Tensor | None:
     """`W_Q`, `W_K`, `W_V [head d_model d]`, `W_O [head d d_model]` or `b_Q`, `b_K`, `b_V [head d]`.
 
