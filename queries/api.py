@@ -38,6 +38,7 @@ from headcount.schemas.values import Count, Positive
 from headcount.workers.run_model import RunModels
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas
     import polars
 
@@ -120,6 +121,25 @@ class Runs:
         from headcount.queries.report.head_card import head_card
 
         return Head(head_card(self.database, label, run_id, intervention, self.models))
+
+    @checked(QueryError)
+    def attention(
+        self,
+        label: Name,
+        text: QueryText,
+        *,
+        run_id: Name | None = None,
+        intervention: Name = "none",
+    ) -> TextAttention:
+        """Where each token of a text of your own looks in a head, such as `L5H1`.
+
+        The model of the run reads it, under an intervention of the run; BOS stands before it if the
+        run's sequences have one. `run_id` may be left out if one run is open.
+        """
+        from headcount.queries.report.read_text import read_text
+
+        tokens, weights = read_text(self.database, self.models, label, text, run_id, intervention)
+        return TextAttention(label, tokens, weights)
 
     def refresh(self) -> Self:
         """Look at the commits again: a scan that runs has written more since."""
@@ -245,8 +265,36 @@ class AnswerTable:
         return html_table(self.columns, self._first_rows[:ROWS_SHOWN]) + more
 
 
+class Shown:
+    """What a notebook shows as a page."""
+
+    def html(self) -> str:
+        """The page as one HTML document, which needs no network."""
+        raise NotImplementedError
+
+    @checked(QueryError)
+    def save(self, path: Location) -> Path:
+        """Write the page to an HTML file."""
+        check_on_disk(path)
+        file = Path(path)
+        check_suffix(file, ".html", ".htm")
+        try:
+            file.write_text(self.html(), encoding="utf-8")
+        except OSError as error:
+            raise QueryError(f"{file}: cannot be written ({error.strerror})") from None
+        return file
+
+    @checked(QueryError)
+    def show(self, height: Count = CARD_HEIGHT) -> Frame:
+        """The page for the output of a cell, in a notebook; `height` is in pixels."""
+        return Frame(self.html(), height)
+
+    def _repr_html_(self) -> str:
+        return self.show()._repr_html_()
+
+
 @dataclass(frozen=True, repr=False)
-class Head:
+class Head(Shown):
     """One head: its card as data, and as a page to look at."""
 
     card: HeadCard  # every statistic, distribution and extreme sequence, as plain lists and numbers
@@ -263,25 +311,31 @@ class Head:
 
         return card_html(self.card)
 
-    @checked(QueryError)
-    def save(self, path: Location) -> Path:
-        """Write the card to an HTML file."""
-        check_on_disk(path)
-        file = Path(path)
-        check_suffix(file, ".html", ".htm")
-        try:
-            file.write_text(self.html(), encoding="utf-8")
-        except OSError as error:
-            raise QueryError(f"{file}: cannot be written ({error.strerror})") from None
-        return file
 
-    @checked(QueryError)
-    def show(self, height: Count = CARD_HEIGHT) -> Frame:
-        """The card for the output of a cell, in a notebook; `height` is in pixels."""
-        return Frame(self.html(), height)
+@dataclass(frozen=True, repr=False)
+class TextAttention(Shown):
+    """Where each token of a text looks in one head."""
 
-    def _repr_html_(self) -> str:
-        return self.show()._repr_html_()
+    label: str
+    tokens: list[str]  # the text of each
+    weights: np.ndarray  # `[query key]`: 0 behind a query, NaN behind a window
+
+    def __repr__(self) -> str:
+        import numpy as np
+
+        most = np.nan_to_num(self.weights).argmax(1)
+        columns = ("token", "text", "looks most at", "text of that", "weight")
+        rows = [
+            (query, repr(self.tokens[query]), int(key), repr(self.tokens[key]), weights[key])
+            for query, (key, weights) in enumerate(zip(most, self.weights, strict=True))
+        ]
+        return f"{self.label}\n{text_table(columns, rows)}"
+
+    def html(self) -> str:
+        """The tokens and their pattern as one HTML document, which needs no network."""
+        from headcount.queries.report.read_text import text_html
+
+        return text_html(self.label, self.tokens, self.weights)
 
 
 @dataclass(frozen=True, repr=False)
@@ -294,14 +348,14 @@ class Frame:
     def __repr__(self) -> str:
         return (
             f"a page of {len(self.document):,} characters; a notebook shows it as the last value "
-            "of a cell, and save(FILE) of the head writes it to a file"
+            "of a cell, and save(FILE) of what is shown writes it to a file"
         )
 
     def _repr_html_(self) -> str:
         # A sandbox without `allow-same-origin`: a text of a corpus never reaches the notebook.
         return (
             f'<iframe srcdoc="{html.escape(self.document)}" sandbox="allow-scripts" '
-            f'style="width: 100%; height: {self.height}px; border: 0" title="card of a head">'
+            f'style="width: 100%; height: {self.height}px; border: 0" title="about a head">'
             "</iframe>"
         )
 

@@ -110,9 +110,30 @@ class RunModel:
         """The text of each token."""
         return self._tokenizer.texts(tokens)
 
+    def tokens_of(self, prompt: str) -> list[int]:
+        """The tokens of a text that is none of the run's, behind BOS if its sequences have one."""
+        tokens = self._tokenizer.encode(prompt)
+        if not tokens:
+            raise QueryError("the prompt has no tokens; expected a text")
+        beyond = next((token for token in tokens if token in self._tokenizer.beyond), None)
+        if beyond is not None:
+            raise QueryError(
+                f"the prompt has the token {self._tokenizer.beyond[beyond]!r} ({beyond}), which "
+                f"the model does not have: it has {self.info.d_vocab:,}"
+            )
+        if self.info.begins_with_bos(self._scan_fields.get("bos", "auto")):
+            assert self.info.bos_token_id is not None
+            tokens = [self.info.bos_token_id, *tokens]
+        if len(tokens) > self.info.n_ctx:
+            raise QueryError(
+                f"the prompt has {len(tokens):,} tokens; expected at most {self.info.n_ctx:,}, "
+                "which the model reads"
+            )
+        return tokens
+
     def looks(
         self,
-        sequence: int,
+        sequence: int | None,
         tokens: list[int],
         layer: int,
         head: int,
@@ -136,7 +157,7 @@ class RunModel:
 
     def read_pattern(
         self,
-        sequence: int,
+        sequence: int | None,
         tokens: list[int],
         layer_and_head: tuple[int, int],
         intervention: str,
@@ -146,7 +167,8 @@ class RunModel:
         """Run a sequence again, as no run stores a pattern, and read that of a head.
 
         `read_row` gets each query and its attention to all keys, `[key]`: 0 behind the query, NaN
-        behind the window. The model stays loaded.
+        behind the window. The model stays loaded. `sequence` is None for tokens that are none of
+        the run's.
         """
         import torch
 
@@ -168,6 +190,11 @@ class RunModel:
         partner: np.ndarray | None = None
         labels: list[str] = []
         if bound.needs_partner or bound.needs_labels:
+            if sequence is None:
+                raise QueryError(
+                    f"intervention {intervention} needs a sequence of the run: a prompt has no "
+                    "partner and no labels"
+                )
             # Partners are not stored. A sequence is drawn from its number alone: it is the same.
             sequences = Sequences(scan, self.info, partners=True)
             shard = sequences.shard(sequence // scan.sequences_per_shard)

@@ -1,24 +1,35 @@
-"""Where each token of a stored sequence looks, in one head: the run's own model runs it again."""
+"""Where each token of a text looks, in one head: the run's own model reads a stored sequence again,
+or a prompt.
+"""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 
 from headcount.queries.answers.marks import RECEIVED, marked_keys
-from headcount.queries.answers.page_queries import Answer, Array, Head, Query, RunFacts, Statement
+from headcount.queries.answers.page_queries import (
+    Answer,
+    Array,
+    Head,
+    Header,
+    Query,
+    RunFacts,
+    Statement,
+)
 from headcount.queries.answers.page_queries import where as where_clause
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.workers.run_model import RunModels
 
 SHOWN_TOKENS = 256  # tokens of a sequence in one answer, which has a weight for each pair of them
 TOKENS_BEFORE_MARK = 64  # tokens that stand before the first marked one, if the beginning is cut
+MOST_LETTERS = 50_000  # of a prompt
 
 
 class Attention(Query):
-    """The tokens of a sequence, and the attention of each to those before it.
+    """The tokens of a stored sequence or a prompt, and the attention of each to those before it.
 
     Arrays, if the model is at hand: weights [query key] of the shown tokens; what each of them
     gives key 0 and other keys before the shown ones [query 2]; what each receives on average of
@@ -28,16 +39,25 @@ class Attention(Query):
 
     kind: Literal["attention"]
     head: Head
-    sequence: NonNegativeInt
+    sequence: NonNegativeInt | None = None
+    prompt: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None
     statistic: str | None = None  # the statistic whose keys are marked
     start: NonNegativeInt | None = None  # first token that is shown; None: before a marked one
 
+    def check(self, facts: RunFacts) -> None:
+        """Refuse a query about nothing, or about two texts, too."""
+        super().check(facts)
+        if (self.sequence is None) == (self.prompt is None):
+            raise QueryError("attention: expected a sequence or a prompt")
+
     def reads_rows(self, facts: RunFacts) -> bool:
         """Only curves are as large as the rows."""
-        return RECEIVED in facts.kept_curves
+        return self.prompt is None and RECEIVED in facts.kept_curves
 
     def statements(self, facts: RunFacts) -> list[Statement]:
-        """The tokens, and what each receives if the run kept that."""
+        """The tokens, and what each receives if the run kept that. None for a prompt."""
+        if self.prompt is not None:
+            return []
         of_sequence = [*self.scope.conditions_on_run, f"sequence = {self.sequence}"]
         tokens = f"SELECT tokens FROM sequences{where_clause(of_sequence)}"
         if RECEIVED not in facts.kept_curves:
@@ -46,40 +66,54 @@ class Attention(Query):
         return [Statement(tokens), Statement(f"SELECT {RECEIVED} FROM curves{of_head}")]
 
     def answer(self, facts: RunFacts, tables: Sequence[pa.Table]) -> Answer:
-        """One object: the whole sequence, with what was stored of it."""
+        """One object: the whole sequence, with what was stored of it. None for a prompt."""
+        if self.prompt is not None:
+            return Answer({"rows": []})
         stored = [table[0][0].as_py() if len(table) else None for table in tables]
         tokens, received = stored[0], stored[1] if len(stored) > 1 else None
         if not tokens:
             raise QueryError(f"run {facts.run_id} has no tokens of sequence {self.sequence}")
-        marked = marked_keys(self.statistic, tokens, received).keys if self.statistic else []
-        row = {"n_tokens": len(tokens), "tokens": tokens, "received": received}
-        return Answer({"rows": [row], "first_mark": min(marked, default=0)})
+        return Answer({"rows": [{"tokens": tokens, "received": received}]})
 
     def with_weights(self, answer: Answer, models: RunModels) -> Answer:
-        """The answer with the weights of the shown tokens, or with a line that says why not."""
-        (row,) = answer.header["rows"]
-        length = row["n_tokens"]
+        """The shown tokens with their weights, or with a line that says why there are none."""
+        header, arrays = dict(answer.header), ()
+        try:
+            if self.prompt is not None:
+                tokens = models[self.scope.run_id].tokens_of(self.prompt)
+                header["rows"] = [{"tokens": tokens, "received": None}]
+            (row,) = header["rows"]
+            arrays = self._weights(row["tokens"], self._shown(row), models)
+        except HeadcountError as error:
+            header["why"] = f"where tokens look is not shown: {error}"
+        except ImportError as error:
+            header["why"] = (
+                f"where tokens look is not shown: needs {error.name}, which is not installed: in "
+                "headcount's folder, pip install -e '.[scan]'"
+            )
+        header["rows"] = [self._cut(row) for row in header["rows"]]
+        return Answer(header, arrays)
+
+    def _shown(self, row: Header) -> range:
+        """Which tokens of a text are shown."""
+        tokens, received = row["tokens"], row["received"]
         start = self.start
         if start is None:
-            start = max(0, answer.header["first_mark"] - TOKENS_BEFORE_MARK)
-        start = min(start, max(0, length - SHOWN_TOKENS))
-        shown = range(start, min(length, start + SHOWN_TOKENS))
-        received = row["received"] and row["received"][start : shown.stop]
-        cut = {"start": start, "n_tokens": length, "received": received}
-        cut["tokens"] = row["tokens"][start : shown.stop]
-        try:
-            return Answer(
-                answer.header | {"rows": [cut]}, self._weights(row["tokens"], shown, models)
-            )
-        except HeadcountError as error:
-            why = str(error)
-        except ImportError as error:
-            why = (
-                f"needs {error.name}, which is not installed: in headcount's folder, "
-                "pip install -e '.[scan]'"
-            )
-        why = f"where tokens look is not shown: {why}"
-        return Answer(answer.header | {"rows": [cut], "why": why})
+            marked = marked_keys(self.statistic, tokens, received).keys if self.statistic else []
+            start = max(0, min(marked, default=0) - TOKENS_BEFORE_MARK)
+        start = min(start, max(0, len(tokens) - SHOWN_TOKENS))
+        return range(start, min(len(tokens), start + SHOWN_TOKENS))
+
+    def _cut(self, row: Header) -> Header:
+        """What is shown of a text."""
+        shown = self._shown(row)
+        cut = slice(shown.start, shown.stop)
+        return {
+            "start": shown.start,
+            "n_tokens": len(row["tokens"]),
+            "tokens": row["tokens"][cut],
+            "received": row["received"] and row["received"][cut],
+        }
 
     def _weights(self, tokens: list[int], shown: range, models: RunModels) -> tuple[Array, ...]:
         model = models[self.scope.run_id]

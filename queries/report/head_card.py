@@ -154,21 +154,27 @@ def head_card(
     models: RunModels | None = None,
 ) -> HeadCard:
     """The card of a head, of the only run if none is named; `models` turns tokens into text."""
+    runs = PageRuns(database, is_whole=True)
+    head, run = chosen_head(database, label, run_id, intervention)
+    facts = runs.facts(run["run_id"])
+    scope = Scope(run_id=facts.run_id, intervention=intervention)
+    return _Answers(runs, facts, scope, head, models).card(run)
+
+
+def chosen_head(
+    database: RunDatabase, label: str, run_id: str | None, intervention: str
+) -> tuple[Head, Record]:
+    """A head and its run, the only one if none is named."""
     head = Head.labelled(label)
     if head is None:
         raise QueryError(f"head {label!r}: expected a layer and a head, such as L5H1")
-    runs = PageRuns(database, is_whole=True)
     run = _chosen_run(database, run_id)
     if intervention not in run["interventions"]:
         raise QueryError(unknown("intervention", intervention, run["interventions"]))
-    facts = runs.facts(run["run_id"])
-    if head.layer >= facts.layers or head.head >= facts.heads:
-        raise QueryError(
-            f"run {run['run_id']}: head {head}: expected a head from L0H0 to "
-            f"{Head(facts.layers - 1, facts.heads - 1)}"
-        )
-    scope = Scope(run_id=facts.run_id, intervention=intervention)
-    return _Answers(runs, facts, scope, head, models).card(run)
+    last = Head(run["n_layers"] - 1, run["n_heads"] - 1)
+    if head.layer > last.layer or head.head > last.head:
+        raise QueryError(f"run {run['run_id']}: head {head}: expected a head from L0H0 to {last}")
+    return head, run
 
 
 def card_html(card: HeadCard) -> str:

@@ -20,7 +20,7 @@ PAGE = PACKAGE / "queries" / "page" / "shared"  # what pages share with the expl
 TEMPLATES = PACKAGE / "queries" / "page" / "report"  # layouts and scripts of report and card
 
 DRAWING = ("colours.js", "draw.js", "data.js")
-CARD = (*DRAWING, "behind.js", "histogram.js", "card.js")
+CARD = (*DRAWING, "behind.js", "histogram.js", "pattern.js", "card.js")
 STATE = (
     "source.js", "cube.js", "significance.js", "state.js", "asking.js", "address.js", "numbers.js",
 )  # fmt: skip

@@ -40,6 +40,9 @@ def calls(where: Path, model: Any) -> Iterator[tuple[str, Callable[[Any], object
     yield "head", runs.head
     yield "head: run_id", lambda value: runs.head("L0H0", run_id=value)
     yield "head: intervention", lambda value: runs.head("L0H0", intervention=value)
+    yield "attention", lambda value: runs.attention(value, "a")
+    yield "attention: text", lambda value: runs.attention("L0H0", value)
+    yield "attention: run_id", lambda value: runs.attention("L0H0", "a", run_id=value)
     yield "save", card.save
     yield "show", card.show
     yield "scan", lambda value: headcount.scan(value, quiet=True)

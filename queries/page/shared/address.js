@@ -25,6 +25,7 @@ export function remember(isStep = false) {
   if (chosen.meaning !== "sequences") words.set("picks", chosen.meaning);
   if (chosen.lowest) words.set("end", "lowest");
   if (chosen.sequence !== null) words.set("sequence", chosen.sequence);
+  if (chosen.prompt !== null) words.set("prompt", chosen.prompt);
   state.shownHash = `#${words}`;
   if (location.hash !== state.shownHash)
     history[isStep ? "pushState" : "replaceState"](null, "", state.shownHash);
@@ -72,6 +73,7 @@ export function recall() {
     meaning: words.get("picks") === "rows" ? "rows" : "sequences",
     lowest: words.get("end") === "lowest",
     sequence: readNumbers(words.get("sequence"), /^(\d+)$/)?.[0] ?? null,
+    prompt: words.get("prompt"),
   });
   by("family").value = "";
   for (const input of document.getElementsByName("meaning"))

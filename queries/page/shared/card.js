@@ -2,6 +2,7 @@
 import { behind, literal, summaries } from "./behind.js";
 import { bars, breakable, html, isUndefined, lines, number, smallText, tokens } from "./draw.js";
 import { histogram } from "./histogram.js";
+import { patternPicture } from "./pattern.js";
 
 // A value and its standard error, of which two digits say all that it knows, and one if it is tiny.
 export function plusMinus(value, error) {
@@ -282,6 +283,11 @@ export function attentionText({ rows: [row], arrays: [weights, outside, received
       `Token ${name(query)} looks at ` +
       `${most.map(([weight, words]) => `${words}: ${weight.toFixed(3)}`).join(" · ") || "none"}`;
   };
+  const saysPair = (query, key) => {
+    if (query === undefined) return says(null);
+    const weight = number(weights[query * strings.length + key]);
+    readout.textContent = `Token ${name(query)} looks at ${name(key)}: ${weight}`;
+  };
   const look = weights && { row: rowOf, says };
   const shown = received ?? row.received;
   if (shown) says(null);
@@ -295,15 +301,14 @@ export function attentionText({ rows: [row], arrays: [weights, outside, received
           move("Later tokens", start + step, start + strings.length >= length),
         ]
       : [];
-  return [
-    html(
-      "div",
-      { class: "excerpt" },
-      ...tokenText({ tokens: strings, start, length, weights: shown, look }),
-    ),
-    readout,
-    ...moves,
-  ];
+  const excerpt = html(
+    "div",
+    { class: "excerpt" },
+    ...tokenText({ tokens: strings, start, length, weights: shown, look }),
+  );
+  const onChoose = (query) => excerpt.querySelectorAll("[role=option]")[query].click();
+  const picture = weights && patternPicture(weights, { onHover: saysPair, onChoose });
+  return [excerpt, readout, ...moves, picture].filter(Boolean);
 }
 
 // Sequences in which a statistic is extreme: its value, where it comes from, its text once it is

@@ -34,7 +34,7 @@ const SHOWN_FOR = [
   [["brushes"], showUnbrushed],
   [["meaning"], applyBrushes],
   [["x", "y", "colour"], () => showScatter(turns.all)],
-  [["sequence"], () => showAttention()],
+  [["sequence", "prompt"], () => showAttention()],
   [["lowest"], showExtremes],
 ];
 

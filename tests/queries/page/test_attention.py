@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from selenium.webdriver import ActionChains, Chrome, Keys
 
+import headcount
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.explore import attention
+from headcount.queries.report.html_page import unpacked
 from headcount.schemas.errors import QueryError
 from tests.pages.browser import Page
 from tests.queries.page.test_explore import browser, served
@@ -116,6 +118,52 @@ def test_rows_are_those_of_the_reference_and_columns_those_that_were_kept(
     assert [answer["rows"][0]["start"] for answer in (part, last)] == [11, N_CTX - 8]
 
 
+def test_a_prompt_is_read_as_a_sequence_of_the_run_is(home: Path, ask: Asker) -> None:
+    from tests.reference.reference_changes import run_changed
+    from tests.reference.weights import read_weights
+
+    prompt = "Wo sitzt die Katze?"
+    for intervention in ("none", "mask_keys(0,2)"):
+        query = {"head": HEAD, "scope": {"intervention": intervention}}
+        answer = ask("attention", prompt=prompt, **query)
+        assert answer["rows"][0]["tokens"] == list(prompt)
+        weights = read_weights(home / "models" / "plain")
+        reference = run_changed(weights, list(prompt.encode()), intervention, ())
+        pattern = reference.layers[1].pattern[2]
+        np.testing.assert_allclose(answer["arrays"][0], pattern, atol=2e-6)
+        # The same in Python, and on the page that a notebook shows.
+        with headcount.open(home / "runs" / "plain") as runs:
+            read = runs.attention("L1H2", prompt, intervention=intervention)
+        np.testing.assert_allclose(read.weights, pattern, atol=2e-6)
+        assert repr(read).splitlines()[-1].split()[2] == str(pattern[-1].argmax())
+        data: Any = unpacked(read.html())
+        assert data["tokens"] == read.tokens == list(prompt)
+        np.testing.assert_allclose(data["weights"], read.weights, rtol=1e-5)
+        np.testing.assert_allclose(data["received"], answer["arrays"][2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        pytest.param("", "the prompt has no tokens; expected a text", id="empty"),
+        pytest.param(
+            "a" * 65,
+            "the prompt has 65 tokens; expected at most 40, which the model reads",
+            id="long",
+        ),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_one_line(ask: Asker, prompt: str, why: str) -> None:
+    answer = ask("attention", prompt=prompt, head=HEAD)
+    assert (answer["rows"], answer["why"]) == ([], f"where tokens look is not shown: {why}")
+
+
+def test_a_query_is_about_one_text(ask: Asker) -> None:
+    for texts in ({}, {"sequence": 0, "prompt": "a"}):
+        with one_line(QueryError, "expected a sequence or a prompt"):
+            ask("attention", head=HEAD, **texts)
+
+
 def test_labels_of_a_sequence_are_drawn_again(home: Path) -> None:
     ideal = "ideal_backcopy(1,2)"
     scanned = {"family": "backcopy", "text": str(home / "texts.csv"), "alphabet": "tokenizer"}
@@ -130,6 +178,9 @@ def test_labels_of_a_sequence_are_drawn_again(home: Path) -> None:
     keys = [max(0, q - 1) if label == "trigger" else 0 for q, label in enumerate(labels)]
     assert weights.argmax(1).tolist() == keys
     assert sum(keys) > 0
+    with closing(asker_of(runs)) as asker:
+        query = {"prompt": "a cat", "head": HEAD, "scope": {"intervention": ideal}}
+        assert asker("attention", **query)["why"].endswith("a prompt has no partner and no labels")
 
 
 @pytest.mark.parametrize("missing", ["model", "PyTorch"])
@@ -227,4 +278,20 @@ def test_a_token_shows_where_it_looks(browser: Chrome, ask: Asker) -> None:
         # Another head reads the same text.
         page.click('[data-cell="0.0"]')
         assert page.text("#attention h4").endswith("sequence 1 look in L0H0")
+        # A text of the reader's, and its picture: the row of a query, the column of a key.
+        page.click("#prompt-part summary")
+        page.find("#prompt").send_keys("a cat", Keys.CONTROL, Keys.ENTER)
+        rows = ask("attention", prompt="a cat", head={"layer": 0, "head": 0})["arrays"][0]
+        assert page.text("#attention h4").endswith("your text look in L0H0")
+        assert "prompt=a+cat" in browser.current_url
+        assert "sequence=" not in browser.current_url
+        picture = page.find("canvas.pattern")
+        cell = picture.size["width"] / 5
+        move = ActionChains(browser).move_to_element_with_offset(picture, int(0.2 * cell), cell)
+        move.perform()
+        assert page.text("#attention .readout") == f'Token 3 "a" looks at 2 "c": {rows[3, 2]:.4}'
+        move.click().perform()
+        tokens = page.all("#attention [role=option]")
+        ActionChains(browser).move_to_element(page.find("h1")).perform()
+        assert weights() == pytest.approx(rows[3, :4], rel=1e-3)
         assert browser.get_log("browser") == []

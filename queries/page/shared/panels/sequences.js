@@ -42,7 +42,7 @@ LIMIT 3`;
   by("extremes-name").textContent =
     `Where ${label(chosen.head)} has the ${lowest ? "lowest" : "highest"} ` +
     `${statistic}${chosen.brushes.size ? ", within the brushes" : ""}`;
-  const onSequence = isLive && ((sequence) => choose({ sequence }));
+  const onSequence = isLive && ((sequence) => choose({ sequence, prompt: null }));
   const list = excerptList(answer.rows, { statistic, others: isLive ? others : [], onSequence });
   by("extremes").replaceChildren(
     answer.rows.length ? list : html("p", { class: "note" }, isLive ? "No sequence." : NOT_KEPT),
@@ -67,16 +67,20 @@ LIMIT 3`;
 
 const isTooLate = () => by("trouble").textContent.startsWith("stopped after");
 
-// A stored sequence, token by token: where each looks in the chosen head.
+// A stored sequence or a text of the reader's, token by token: where each looks in the chosen head.
 export async function showAttention(start) {
-  const { sequence, statistic } = chosen;
+  const { sequence, prompt, statistic } = chosen;
   by("sequence").value = sequence ?? "";
-  by("attention").hidden = sequence === null || !isLive;
+  if (prompt !== null) {
+    by("prompt").value = prompt;
+    by("prompt-part").open = true;
+  }
+  by("attention").hidden = !isLive || (sequence === null && prompt === null);
   const query = {
     kind: "attention",
     scope: scope(),
     head: head(),
-    sequence,
+    ...(prompt === null ? { sequence } : { prompt }),
     statistic,
     ...(start !== undefined && { start }),
   };
@@ -84,11 +88,8 @@ export async function showAttention(start) {
   // The same tokens stay, and with them the one that is chosen.
   if (by("attention").hidden || by("attention").dataset.shown === key) return;
   by("attention").dataset.shown = key;
-  const title = html(
-    "h4",
-    {},
-    `Where the tokens of sequence ${number(sequence)} look in ${label(chosen.head)}`,
-  );
+  const text = prompt === null ? `sequence ${number(sequence)}` : "your text";
+  const title = html("h4", {}, `Where the tokens of ${text} look in ${label(chosen.head)}`);
   const waiting = html("p", { class: "note" }, "The model of the run reads it …");
   by("attention").replaceChildren(title, waiting);
   let answer = await tryToAsk(query);
@@ -114,7 +115,8 @@ export async function showAttention(start) {
     { class: "note" },
     [answer.why ?? hint, answer.note].filter(Boolean).join(" "),
   );
-  by("attention").replaceChildren(title, note, ...attentionText(answer, showAttention));
+  const tokens = answer.rows.length ? attentionText(answer, showAttention) : [];
+  by("attention").replaceChildren(title, note, ...tokens);
 }
 
 export function beginSequences() {
@@ -122,7 +124,12 @@ export function beginSequences() {
     input.onchange = () => choose({ lowest: input.value === "lowest" });
   }
   by("sequence").onchange = ({ target: { value } }) =>
-    choose({ sequence: value === "" ? null : Math.max(0, Math.floor(value)) });
+    choose({ sequence: value === "" ? null : Math.max(0, Math.floor(value)), prompt: null });
+  const showPrompt = () => choose({ sequence: null, prompt: by("prompt").value || null });
+  by("show-prompt").onclick = showPrompt;
+  by("prompt").onkeydown = (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) showPrompt();
+  };
   by("extremes-card").append(
     behind({
       askSql: offer,
