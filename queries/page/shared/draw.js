@@ -585,8 +585,8 @@ export function scatter(options) {
   const endsOf = (values) => {
     const [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
     const room = 0.06 * (high - low || Math.abs(high) || 1);
-    // An axis begins at zero where that is near.
-    return [low >= 0 && low < high - low ? 0 : low - room, high + room];
+    // An axis begins at zero where that is near, a little before it: no point covers a tick.
+    return [low >= 0 && low < high - low ? -0.03 * high : low - room, high + room];
   };
   const xRange = options.xRange ?? endsOf(shown.map((point) => point.x));
   const yRange = options.yRange ?? endsOf(shown.map((point) => point.y));
