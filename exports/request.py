@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headcount.exports.destination import facts_of, is_begun, says_unfinished, write_export
 from headcount.exports.refusals import check_setting, scan_for, setting_of_scan
-from headcount.exports.shared.confirmation import STEPS_OF_A_CHECK, Steps, checked, facts_of_trial
+from headcount.exports.shared.confirmation import (
+    STEPS_OF_A_CHECK,
+    Steps,
+    checked,
+    facts_of_trial,
+    opened,
+)
 from headcount.exports.shared.registry import (
     CacheCut,
     Exported,
@@ -25,6 +31,7 @@ from headcount.exports.shared.source import (
     CALIBRATION,
     CHECK,
     CONFIRMATION,
+    OPENING,
     ExportSource,
     choose_run,
 )
@@ -60,7 +67,8 @@ class ExportRequest:
         """Measure and write it: what was made, of what, and its size in bytes."""
         needs = self.export.needs(self.options)
         calibrates = needs.calibrated and self.model is not None
-        total = self.export.measures + calibrates
+        opens = self.export.opens(self.options)
+        total = self.export.measures + calibrates + opens
         if self.model is not None:
             total += 1 + (needs.baseline is not None)
         if self.check_sequences is not None:
@@ -93,45 +101,73 @@ class ExportRequest:
     ) -> tuple[Exported, ExportSource, int]:
         """Write the list, then measure what confirms it, and write that into the file."""
         awaited = [CALIBRATION] * calibrates + [CONFIRMATION] * self.export.measures
+        awaited += [OPENING] * self.export.opens(self.options)
         awaited += [CHECK] * (self.check_sequences is not None)
 
         before = self._facts_of_before(source)
+        source = dataclasses.replace(source, opening=before.get("opening"))
         first = dataclasses.replace(source, awaits=", ".join(awaited) or None)
         exported = self._made(first)
         trial = None
-        if self.check_sequences is not None:
+        if OPENING in awaited or CHECK in awaited:
             # Before anything is written: the model may not be there.
             trial = self._trial(source, setting, exported.cut)
             known = _known_answers(trial, before)
             trial.known.update(known)
             if known:
+                source = dataclasses.replace(source, check=before["check"])
                 first = dataclasses.replace(first, check=before["check"])
                 exported = self._made(first)
         size = self._begun(exported, first.awaits)
-        if calibrates:
-            self._calibrate(source, steps)
-            baseline = source.baseline and source.baseline.database
-            source = self._chosen(runs, [source.run_id], baseline)
-        if self.export.measures or calibrates:
-            awaits = None if trial is None else CHECK
-            source = dataclasses.replace(source, check=first.check)
-            if self.export.measures:
+        while awaited:
+            now = awaited.pop(0)
+            if now == CALIBRATION:
+                source = self._calibrated(source, runs, steps)
+            elif now == CONFIRMATION:
+                # The format measures it, now that the file does not await it.
                 steps.begin("the choice, by measured losses")
+            elif now == OPENING and trial is not None:
+                steps.begin("heads are opened in rounds, those first with which most is recalled")
+                source = self._opened(trial, source, first.awaits)
+            elif trial is not None:
+                source = self._checked(trial, source, exported.cut, steps)
+            awaits = ", ".join(awaited) or None
             exported = self._made(dataclasses.replace(source, awaits=awaits))
             size = self._written(exported)
-        if trial is not None:
-            assert exported.cut is not None
-
-            def save(check: Mapping[str, Any]) -> None:
-                self._written(self._made(dataclasses.replace(source, awaits=CHECK, check=check)))
-
-            check = first.check
-            if check is None or "verdict" not in check or self.export.measures:
-                check = checked(trial, exported.cut, steps.begin, save)
-            source = dataclasses.replace(source, check=check)
-            exported = self._made(source)
-            size = self._written(exported)
         return exported, source, size
+
+    def _calibrated(self, source: ExportSource, runs: str, steps: Steps) -> ExportSource:
+        """The source with the calibration of its effects."""
+        self._calibrate(source, steps)
+        baseline = source.baseline and source.baseline.database
+        calibrated = self._chosen(runs, [source.run_id], baseline)
+        return dataclasses.replace(calibrated, check=source.check)
+
+    def _opened(self, trial: HeadTrial, source: ExportSource, awaits: str | None) -> ExportSource:
+        """The source with what the model recalls while heads are opened. Each round is kept in the
+        file, which still awaits the others.
+        """
+
+        def save(opening: Mapping[str, Any]) -> None:
+            unfinished = dataclasses.replace(source, opening=opening, awaits=awaits)
+            self._written(self._made(unfinished))
+
+        opening = opened(trial, source, source.opening, save)
+        return dataclasses.replace(source, opening=opening)
+
+    def _checked(
+        self, trial: HeadTrial, source: ExportSource, cut: CacheCut | None, steps: Steps
+    ) -> ExportSource:
+        """The source with a check of its list; what is measured on the way is kept in the file."""
+        assert cut is not None
+
+        def save(check: Mapping[str, Any]) -> None:
+            self._written(self._made(dataclasses.replace(source, awaits=CHECK, check=check)))
+
+        check = source.check
+        if check is None or "verdict" not in check or self.export.measures:
+            check = checked(trial, cut, steps.begin, save)
+        return dataclasses.replace(source, check=check)
 
     def _made(self, source: ExportSource) -> Exported:
         return self.export.function(source, **self.options)

@@ -29,6 +29,8 @@ def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
     """What the score is made of."""
     if score == "effect":
         return Needs(statistics=(f"effect_window({sink},{recent})",), calibrated=True)
+    if score == "recall":
+        return Needs(statistics=(MASS,), families=("text_needle", "needle"))
     distant_mass = f"distant_mass({sink},{recent})"
     if score == "distant":
         return Needs(statistics=(distant_mass,))
@@ -38,6 +40,15 @@ def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
         baseline=Needs(statistics=(distant_mass,), families=("uniform_random",)),
     )
 
+
+NOTES = {
+    "effect": "--score effect is about the loss of the text that was measured: what is asked for "
+    "far away may be lost; --score recall keeps it, and --check shows it"
+}
+"""What a reader of a list by a score should know."""
+
+MASS = "labelled_key_mass(gold,answer)"
+"""Attention from the answer to where it stands, by which heads are ranked before any is opened."""
 
 TIE_BREAK = 2e-6
 """How far scores at a border lie apart. DuoAttention adds up to 1e-6 to each, so as to break ties.
@@ -99,13 +110,14 @@ print(scores.shape, config["sink_size"], config["recent_size"])  # [layer kv_hea
     refusal=refusal_of_duo,
     streamed_keys=lambda options, _: (options["sink"], options["recent"]),
     is_ranking=lambda options: options["sparsity"] is None and options["threshold"] is None,
+    opens=lambda options: options["score"] == "recall",
     file_patterns=("full_attention_heads.tsv", "config.json"),
     least_documents=2,
 )
 def duo(
     source: ExportSource,
     *,
-    score: Literal["retrieval", "distant", "effect"] = "retrieval",
+    score: Literal["retrieval", "recall", "distant", "effect"] = "retrieval",
     sink: Index = 4,
     recent: Count = 64,
     sparsity: Part | None = None,
@@ -134,8 +146,10 @@ def duo(
     * `score`: retrieval, as said above; or distant, which is all attention beyond the first `sink`
       and the last `recent` keys, on any input, with one run; or effect, which is the rise of the
       loss if the KV head streams, estimated by `effect_window` and calibrated, on any input, as a
-      share of the largest. The first keeps more of what is asked for later: with 28 % of its cache
-      SmolLM2-135M-Instruct finds 7 of 20 passkeys by it, 1 by effects, and none by random lists.
+      share of the largest; or recall, which is the order in which heads are opened: every cache is
+      cut, and in nine rounds those get their whole cache back that lower the loss of a needle's
+      answer most by it, to first order (the gradient of DuoAttention's gate where it is 0), on the
+      first 16 sequences of a run of needles.
     * `sink`: first keys that a streaming head keeps. DuoAttention trained with 64.
     * `recent`: last keys that a streaming head keeps. DuoAttention trained with 256.
     * `sparsity`: share of KV heads that stream: those below this quantile of the scores, as
@@ -147,39 +161,39 @@ def duo(
     # A file of scores leaves the number of heads to its reader, and `--check` looks for it.
     is_ranking = sparsity is None and threshold is None
 
-    def heads_of(part: ExportSource) -> dict[tuple[int, int], float]:
-        scores, q = kv_scores(part, score, sink, recent, group, margin=0)
+    def chosen_of(scores: np.ndarray, q: np.ndarray) -> list[tuple[int, int]]:
         heads = ranked(scores)
         if sparsity is not None:
             # Of equal scores at the border, the one of the earlier layer is kept, so that exactly
             # this share of the heads streams.
-            heads = heads[: scores.size - dropped_by(sparsity, scores.size)]
-        elif threshold is not None:
-            heads = [head for head in heads if scores[head] >= threshold]
-        else:
-            heads = [head for head in heads if q[head] <= LARGEST_Q]
+            return heads[: scores.size - dropped_by(sparsity, scores.size)]
+        if threshold is not None:
+            return [head for head in heads if scores[head] >= threshold]
+        return [head for head in heads if q[head] <= LARGEST_Q]
+
+    def heads_of(part: ExportSource) -> dict[tuple[int, int], float]:
+        scores, q = kv_scores(part, score, sink, recent, group, margin=0)
         # A layer that does not attend has no q.
-        return {head: float(np.nan_to_num(q[head], nan=1)) for head in heads}
+        return {head: float(np.nan_to_num(q[head], nan=1)) for head in chosen_of(scores, q)}
 
     # Random weights are surely above chance too, but hardly so.
     _, q = kv_scores(source, score, sink, recent, group, margin=MARGIN)
     if not (q <= LARGEST_Q).any():
         raise nothing_to_keep(source, score, sink, recent)
-    choice = source.choice(heads_of)
     scores, _ = kv_scores(source, score, sink, recent, group, margin=0)
+    ranking = (source.opening or {}).get("ranking")
+    if ranking is not None:
+        scores = scores_of_ranking(scores.shape, ranking)
+    # Which heads are opened is no mean over documents: there are no halves to compare.
+    choice = None if ranking is not None else source.choice(heads_of)
     heads = ranked(scores)
     config: dict[str, object] = {"sink_size": sink, "recent_size": recent}
-    facts: dict[str, object] = {}
-    notes: list[str] = []
-    if score == "effect":
-        notes.append(
-            "--score effect is about the loss of the text that was measured: what is asked for far "
-            "away may be lost; --score retrieval keeps it, and --check shows it"
-        )
+    facts: dict[str, Any] = {}
+    notes = [NOTES[score]] if score in NOTES else []
     if not is_ranking:
-        highest = heads[0]
-        heads = list(choice.items)
+        heads = chosen_of(scores, q)
         if not 0 < len(heads) < scores.size:
+            highest = tuple(ranked(scores)[0])
             raise QueryError(
                 f"export duo: --threshold {threshold}: {len(heads)} of {scores.size} KV heads of "
                 f"run {source.run_id} reach it, which is no choice; the highest is "
@@ -187,27 +201,21 @@ def duo(
                 f"{scores.min():.3g}"
             )
         scores = parted(scores, heads)
-        kept = float(min(scores[head] for head in heads))
-        same = sparsity_of(scores.size - len(heads), scores.size)
-        facts = {
-            "retrieval_kv_heads": sorted(heads),
-            "threshold": float(f"{kept:.9g}"),
-            "sparsity": same,
-        }
+        facts = facts_of_chosen(scores, heads)
         notes.append(
-            f"{len(heads)} of {scores.size} KV heads retrieve: those with {kept:.6g} or more; "
-            f"tell DuoAttention or kvpress a sparsity of {same:g}"
+            f"{len(heads)} of {scores.size} KV heads retrieve: those with "
+            f"{facts['threshold']:.6g} or more; tell DuoAttention or kvpress a sparsity of "
+            f"{facts['sparsity']:g}"
         )
-    by_chance = ", ".join(
-        "{}-{}".format(*head) for head, q in choice.items.items() if q > LARGEST_Q
-    )
+    items = {} if choice is None else choice.items
+    by_chance = ", ".join("{}-{}".format(*head) for head, q in items.items() if q > LARGEST_Q)
     text = io.StringIO()
     # float32 has no more than nine digits.
     np.savetxt(text, scores, fmt="%.9g", delimiter="\t")
     if by_chance:
         notes.append(f"may be kept whole by chance (layer-KV head): {by_chance}")
     return Exported(
-        stability=choice.stability,
+        stability=choice and choice.stability,
         files={
             "full_attention_heads.tsv": text.getvalue().encode(),
             "config.json": source.json_file(config, indent=1, choice=choice, facts=facts),
@@ -215,6 +223,28 @@ def duo(
         notes=tuple(notes),
         cut=CacheCut(heads=heads, sink=sink, recent=recent, is_ranking=is_ranking),
     )
+
+
+def facts_of_chosen(scores: np.ndarray, heads: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """What readers are told so that they choose just these heads."""
+    kept = min(scores[head] for head in heads)
+    return {
+        "retrieval_kv_heads": sorted(heads),
+        "threshold": float(f"{kept:.9g}"),
+        "sparsity": sparsity_of(scores.size - len(heads), scores.size),
+    }
+
+
+def scores_of_ranking(shape: tuple[int, ...], ranking: Sequence[Sequence[int]]) -> np.ndarray:
+    """Scores from 1 down, by which readers find the same order; 0 for a head that is not in it.
+
+    >>> scores_of_ranking((2, 2), [(1, 0), (0, 1)]).tolist()
+    [[0.0, 0.5], [1.0, 0.0]]
+    """
+    scores = np.zeros(shape)
+    for rank, (layer, head) in enumerate(ranking):
+        scores[layer, head] = 1 - rank / len(ranking)
+    return scores
 
 
 def parted(scores: np.ndarray, heads: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -255,6 +285,8 @@ def nothing_to_keep(source: ExportSource, score: str, sink: int, recent: int) ->
     """That every KV head may stream."""
     if score == "distant":
         return source.nothing_found(f"distant_mass({sink},{recent})")
+    if score == "recall":
+        return source.nothing_found(MASS)
     if score == "retrieval":
         return source.nothing_found("duplicate_score", "induction_score")
     return QueryError(
@@ -267,6 +299,9 @@ def scores_by_head(
     source: ExportSource, score: str, sink: int, recent: int, margin: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """How much each query head needs distant keys, and its q: `[layer head]`."""
+    if score == "recall":
+        to_gold = source.scores(MASS, margin=margin)
+        return to_gold.means, to_gold.q
     distant_mass = f"distant_mass({sink},{recent})"
     distant = source.sums(column_of(distant_mass))
     if score == "distant":

@@ -25,6 +25,7 @@ from headcount.schemas.places import absolute
 
 if TYPE_CHECKING:
     from headcount.workers.head_check import HeadTrial
+    from headcount.workers.head_gates import Needles
 
 SAVED_SECONDS = 10.0  # after so long, what a check has measured is written into the file
 
@@ -87,6 +88,83 @@ def checked(
         table = trial.table([head for head in heads if head in trial.kv_heads], seed=JUDGED_SEED)
     facts |= {"table": table.to_pylist(), "verdict": verdict(table, trial.tasks)}
     return facts | {"answers": trial.known}
+
+
+LEAST_RECALL = 0.5  # of the whole cache, below which nothing can be learnt of the heads
+
+OPENED_SEQUENCES = 16  # first sequences of a run that heads are opened on
+
+
+def opened(
+    trial: HeadTrial,
+    source: ExportSource,
+    known: Mapping[str, Any] | None,
+    save: Callable[[Mapping[str, Any]], None],
+) -> dict[str, Any]:
+    """What the model recalls of a run's needles while KV heads are opened in rounds, those first
+    that help most.
+
+    What is `known` of the same is not measured again, and `save` takes what is known so far.
+    """
+    from rich.console import Console
+
+    from headcount.jobs.bars import bar, waiting
+    from headcount.workers.head_gates import ROUNDS, HeadGates, Round
+    from headcount.workers.provenance.code_fingerprint import code_fingerprint
+
+    needles = needles_of(source)
+    console = Console(stderr=True, highlight=False)
+    with waiting(console, "loading the model"):
+        gates = HeadGates(trial.replica.model, trial.sink, trial.recent)
+    facts: dict[str, Any] = {"code": code_fingerprint(), "sequences": len(needles.tokens)}
+    is_same = known is not None and all(known.get(name) == facts[name] for name in facts)
+    facts = dict(known) if known is not None and is_same else facts
+    before = [Round.read(one) for one in facts.get("rounds", [])]
+    # The whole cache, then none of it, then each round.
+    total, done = (2 + ROUNDS) * len(needles.tokens), 0
+    with bar(console, "opening", "heads are opened: ") as show:
+
+        def told(sequences: int) -> None:
+            nonlocal done
+            done += sequences
+            show(f"{done:,} of at most {total:,} sequences", min(1.0, done / total))
+
+        if "whole_cache" in facts:
+            done += len(needles.tokens)
+        else:
+            recall, loss = gates.whole(needles, told)
+            facts["whole_cache"] = {"recall": recall, "loss": loss}
+        recall = facts["whole_cache"]["recall"]
+        if recall < LEAST_RECALL:
+            raise QueryError(
+                f"export {source.format.name}: with its whole cache the model recalls {recall:.2f} "
+                f"of the needles of run {source.run_id}, expected {LEAST_RECALL} or more, so they "
+                "say nothing of its heads; choose other needles (--set input.fact, "
+                "input.question, input.values, or input.family=needle), or --score retrieval"
+            )
+        done += len(before) * len(needles.tokens)
+        rounds: list[Round] = []
+        for one in gates.rounds(needles, before, told):
+            rounds.append(one)
+            facts["rounds"] = [each.facts for each in rounds]
+            if len(rounds) > len(before):
+                save(facts)
+    return facts | {"ranking": gates.ranking(rounds[-1])}
+
+
+def needles_of(source: ExportSource) -> Needles:
+    """The first sequences of a run of needles, and the tokens of their answers."""
+    from headcount.workers.head_gates import Needles
+
+    rows = source.database.rows(
+        f"""
+        SELECT tokens, labels
+        FROM sequences
+        WHERE {source.condition} AND sequence < {OPENED_SEQUENCES}
+        ORDER BY sequence"""
+    )
+    tokens, labels = (np.array(column) for column in zip(*rows, strict=True))
+    return Needles(tokens, labels == "answer")
 
 
 STEPS_OF_A_CHECK = 2  # and one more if the number of heads is open

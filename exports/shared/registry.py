@@ -188,6 +188,8 @@ class ExportFormat(Entry):
     example: str  # a path that a user might write it to
     load: str  # Python that loads what was written to that path. A test runs it.
     measures: bool = False  # whether it measures more than the run has, in runs beside it
+    opens: Callable[[Options], bool] = lambda _: False
+    """Whether its KV heads are ranked by what the model recalls while they are opened in rounds."""
     refusal: Callable[[Setting, Options], str | None] = lambda _, __: None
     """Why it cannot be made, for all that is known before anything is measured. None if it can."""
     streamed_keys: Callable[[Options, int], tuple[int, int]] | None = None

@@ -37,7 +37,8 @@ from headcount.schemas.values import in_toml
 UNFINISHED = "unfinished"
 """What a file says of itself under this name as long as its list is not confirmed."""
 
-CALIBRATION, CONFIRMATION, CHECK = "calibration of its effects", "measured losses", "its check"
+CALIBRATION, CONFIRMATION = "calibration of its effects", "measured losses"
+OPENING, CHECK = "what the model recalls with some heads open", "its check"
 """What confirms a list: interventions whose effects it estimates, losses with all that it chose,
 and a cut cache.
 """
@@ -74,6 +75,8 @@ class ExportSource:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where it measures (`confirmation`)
     awaits: str | None = None
     """What confirms the list and is not measured yet: the file is written before, and says so."""
+    opening: Mapping[str, Any] | None = None
+    """What the model recalls with some KV heads open, if a format wants that and it is measured."""
     check: Mapping[str, Any] | None = None  # what `--check` has found out, if anything
 
     @property
@@ -382,6 +385,8 @@ class ExportSource:
             facts["baseline"] = {"run_id": run["run_id"], "code": run["code"]}
             facts["baseline"] |= self.baseline._input_facts
         facts["options"] = dict(self.options)
+        if self.opening is not None:
+            facts["opening"] = dict(self.opening)
         if self.check is not None:
             facts["check"] = dict(self.check)
         if self.awaits is not None:

@@ -1,5 +1,6 @@
 """The ablation behind a choice of heads: against an independent model, and on trained ones."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from headcount.workers.model.info.description import describe
 from tests.reference.reference_changes import run_changed
 from tests.reference.weights import read_weights
 from tests.toys import toy_models as toy
-from tests.toys.commands import printed
+from tests.toys.commands import error_of, printed
 
 SINK, RECENT = 2, 5
 
@@ -122,6 +123,37 @@ def test_the_heads_with_the_highest_scores_lose_nothing(
     if name == "needle-mini":
         assert {row["of_the_chosen"] for row in random} == {0, 1}
         assert lines[1].endswith(" of the 2 chosen heads among them")
+
+
+def test_recall_opens_heads_in_rounds_and_goes_on_where_it_was_stopped(tmp_path: Path):
+    words = ["export", "duo", str(tmp_path / "runs"), "--model", "bundled:needle-mini"]
+    words += ["--score", "recall", "--recent", "16", "-o", str(tmp_path / "duo")]
+    words += ["--set", "input.family=needle", "--set", "sequences=4", "--set", "n_ctx=128"]
+    printed(*words)
+    file = tmp_path / "duo" / "config.json"
+    config, scores = (
+        json.loads(file.read_text()),
+        np.loadtxt(file.parent / "full_attention_heads.tsv"),
+    )
+    assert ranked(scores)[:2] == [(1, 2), (1, 3)]
+    opening = config["headcount"]["opening"]
+    assert "unfinished" not in config["headcount"]
+    assert opening["whole_cache"]["recall"] == 1
+    assert [one["recall"] == 1 for one in opening["rounds"]][:3] == [False, False, True]
+    # As it is after two rounds.
+    begun = {name: value for name, value in opening.items() if name != "ranking"}
+    begun["rounds"] = opening["rounds"][:2]
+    config["headcount"] |= {"opening": begun, "unfinished": "what was not measured"}
+    file.write_text(json.dumps(config))
+    printed(*words)
+    assert np.array_equal(np.loadtxt(file.parent / "full_attention_heads.tsv"), scores)
+    again = json.loads(file.read_text())["headcount"]
+    assert again["opening"]["rounds"][:2] == opening["rounds"][:2]
+    assert "unfinished" not in again
+    # What a model does not recall with its whole cache ranks no heads.
+    begun["whole_cache"] = {"recall": 0.25, "loss": 3.0}
+    file.write_text(json.dumps(config))
+    assert "the model recalls 0.25 of the needles of run export-duo-" in error_of(*words)
 
 
 def test_sentences_in_a_text_judge_a_model_that_recalls_no_random_needles():

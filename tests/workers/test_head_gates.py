@@ -1,0 +1,73 @@
+"""Heads that are opened in rounds: against the engine under an intervention, and by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headcount.workers.head_check import HeadTrial
+from headcount.workers.head_gates import HeadGates, Needles
+from tests.toys import toy_models as toy
+
+SINK, RECENT = 2, 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(("LlamaConfig", {"num_key_value_heads": 2}), id="llama"),
+        pytest.param(
+            (
+                "Gemma2Config",
+                {"attn_logit_softcapping": 0.5, "sliding_window": 12, "head_dim": 8, **toy.GQA},
+            ),
+            id="gemma2",
+        ),
+    ],
+)
+def test_gains_are_slopes_of_the_loss_between_a_cut_and_a_whole_cache(
+    config: tuple[str, dict[str, object]], tmp_path: Path
+) -> None:
+    name, options = config
+    model = toy.save_model(tmp_path / "model", toy.family(name, **options))
+    trial = HeadTrial(str(model), SINK, RECENT, n_ctx=24, sequences=3)
+    question = trial._question("needles", 4)
+    needles = Needles(*question)
+    gates = HeadGates(trial.replica.model, SINK, RECENT)
+    told: list[int] = []
+    opened = ((1, 1),)
+    measured = gates.asked(needles, opened, told.append)
+    assert sum(told) == 3
+    # The engine, with the cut as an intervention, says the same.
+    answers = trial._answers(opened, ("needles",), 4)
+    assert measured.recall == answers.recall
+    whole, _ = gates.whole(needles, told.append)
+    assert whole == trial._answers(trial.kv_heads, ("needles",), 4).recall
+    for layer, head in [(0, 0), (1, 0), (1, 1)]:
+        losses = []
+        for step in (-0.02, 0.02):
+            gates.gates.zero_()
+            gates.gates[1, 1] = 1
+            gates.gates[layer, head] += step
+            losses.append(gates._recall_and_loss(needles, told.append)[1])
+        slope = (losses[1] - losses[0]) / 0.04
+        assert measured.gains[layer][head] == pytest.approx(-slope, rel=0.02, abs=2e-5)
+
+
+def test_rounds_open_the_heads_that_retrieve_and_go_on_where_they_were_stopped() -> None:
+    """Of twelve heads of this model two are enough: L1H2 and L1H3."""
+    trial = HeadTrial("bundled:needle-mini", 4, 16, n_ctx=128, sequences=4)
+    needles = Needles(*trial._question("needles", 1))
+    gates = HeadGates(trial.replica.model, 4, 16)
+    rounds = [*gates.rounds(needles, [], lambda _: None)]
+    cut, one, two = rounds[:3]
+    assert two.opened == ((1, 2), (1, 3))
+    assert cut.recall < one.recall
+    assert two.recall == 1
+    ranking = gates.ranking(rounds[-1])
+    assert sorted(ranking) == [(layer, head) for layer in range(3) for head in range(4)]
+    told: list[int] = []
+    again = [*gates.rounds(needles, rounds[:2], told.append)]
+    assert [each.opened for each in again] == [each.opened for each in rounds]
+    np.testing.assert_allclose(again[-1].gains, rounds[-1].gains, atol=1e-6)
+    assert sum(told) == 4 * (len(rounds) - 2)
