@@ -71,6 +71,8 @@ def _check_plugin(file: str) -> None:
         prove(plugins, plugins, "fused")
     for registry, entry in plugins[0].registrations:
         print(f"{registry.word} {entry.name}: {entry.meaning}")
+    for query in plugins[0].queries:
+        print(f"query {query.name}: {query.meaning}")
 
 
 @commands.command()

@@ -110,6 +110,36 @@ def test_a_run_with_a_plug_in_is_measured_read_without_it_and_resumed_by_whom_tr
 
 
 @pytest.mark.long
+def test_sql_beside_a_plug_in_is_a_query_of_its_runs(folder: Path):
+    file = Path("delimiter_heads.sql")
+    file.write_text(
+        f"-- Heads by their mass on delimiters.\nSELECT label, avg({NAME}) AS mass FROM heads "
+        "GROUP BY label ORDER BY mass DESC"
+    )
+    Path("notes.sql").write_text("DROP TABLE heads")
+    assert "query delimiter_heads: Heads by their mass" in printed("check", "my_heads.py")
+    printed("scan", "scan.toml", "--replicas", "0")
+    text = file.read_text()
+    file.unlink()
+    assert "delimiter_heads          Heads by their mass on delimiters." in printed("query", "runs")
+    first, second = ended("query", "runs", "delimiter_heads", "--format", "csv").stdout.split()[1:3]
+    assert float(first.partition(",")[2]) > float(second.partition(",")[2]) > 0
+    (run,) = Path("runs").iterdir()
+    assert [each.read_text() for each in (run / "plugins").glob("*.sql")] == [text]
+    # It changes no row, so the same command brings another one; who resumes the run, none.
+    file.write_text(text.replace("DESC", "ASC"))
+    assert "2 of them done" in printed("scan", "scan.toml", "--replicas", "0")
+    printed("resume", run, "--replicas", "0")
+    (lowest,) = ended("query", "runs", "delimiter_heads", "--format", "csv").stdout.split()[1:2]
+    assert float(lowest.partition(",")[2]) < float(second.partition(",")[2])
+    file.rename("sink_heads.sql")
+    assert error_of("scan", "scan.toml") == (
+        "scan.toml: plugins: sink_heads.sql: 'sink_heads' is a view of headcount's own; call it "
+        "otherwise"
+    )
+
+
+@pytest.mark.long
 def test_a_changed_file_continues_no_run_and_one_with_other_prose_does(folder: Path):
     printed("scan", "scan.toml", "--replicas", "0")
     file = Path("my_heads.py")
