@@ -28,7 +28,7 @@ from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.column_facts import column_facts
 from headcount.queries.open.run import Run
 from headcount.queries.open.sql_text import quoted_name, text_literal
-from headcount.schemas.errors import QueryError, counted, unknown
+from headcount.schemas.errors import QueryError, ScanError, counted, unknown
 from headcount.schemas.places import Place
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import uniform_column
@@ -72,6 +72,7 @@ class ExportSource:
     """
     passes: Passes = field(default_factory=Passes, repr=False)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where it measures (`confirmation`)
+    trust_plugins: bool = False  # whether it then runs the plug-ins that the run keeps
     awaits: str | None = None
     """What confirms the list and is not measured yet: the file is written before, and says so."""
     check: Mapping[str, Any] | None = None  # what `--check` has found out, if anything
@@ -424,7 +425,13 @@ def column_of(statistic: str) -> str:
     >>> column_of("distant_mass(4, 64)"), column_of("entropy")
     ('distant_mass_4_64', 'entropy')
     """
-    return STATISTICS.find(statistic).name
+    try:
+        return STATISTICS.find(statistic).name
+    except ScanError:
+        # A plug-in's, which is not here: runs have its columns.
+        if not statistic.isidentifier():
+            raise
+        return statistic
 
 
 def choose_run(

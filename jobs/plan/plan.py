@@ -392,8 +392,7 @@ def plugins_of(run: RunDirectory, manifest: Manifest, trust_plugins: bool) -> li
         if not trust_plugins and not has_run_here(plugin):
             raise RunError(
                 f"{run.path}: its plug-in {printable(name)} has never run on this machine, and a "
-                f"plug-in can do whatever you can; read {file}, then headcount resume {run.path} "
-                "--trust-plugins runs it"
+                f"plug-in can do whatever you can; read {file}, then --trust-plugins runs it"
             )
         plugins.append(plugin)
     return plugins

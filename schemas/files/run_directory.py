@@ -108,7 +108,7 @@ class RunDirectory:
 
     def query_file(self, digest: str) -> Place:
         """What the run keeps of a named query that lay beside a plug-in: its bytes."""
-        return self.path / "plugins" / f"{digest}.sql"
+        return self.path / "queries" / f"{digest}.sql"
 
     @property
     def index(self) -> Place:

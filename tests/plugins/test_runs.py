@@ -86,6 +86,7 @@ def test_a_run_with_a_plug_in_is_measured_read_without_it_and_resumed_by_whom_tr
     kept.write_text("open('has_run', 'w')")
     printed("query", "runs", "FROM heads LIMIT 1")
     printed("report", "runs", "-o", "report.html")
+    assert NAME in printed("text", run, "0", "--head", "L0H0")
     assert not Path("has_run").exists()
     kept.write_text(DELIMITERS)
     # The run goes on from what it keeps, where that has run before.
@@ -110,6 +111,21 @@ def test_a_run_with_a_plug_in_is_measured_read_without_it_and_resumed_by_whom_tr
 
 
 @pytest.mark.long
+def test_a_calibration_runs_a_plug_in_from_elsewhere_only_if_it_is_trusted(folder: Path):
+    statistics = f'statistics=["effects", "{NAME}"]'
+    printed("scan", "scan.toml", "--replicas", "0", "--set", statistics)
+    (run,) = Path("runs").iterdir()
+    # To another user the plug-in is a file from elsewhere.
+    shutil.rmtree("caches", ignore_errors=True)
+    words = ("calibrate", run, "--heads", "2", "--sequences", "2", "--replicas", "0")
+    assert f"{run}: its plug-in my_heads.py has never run on this machine" in error_of(*words)
+    assert len(list(Path("runs").iterdir())) == 1
+    printed(*words, "--trust-plugins")
+    with headcount.open("runs") as runs:
+        assert runs.sql("SELECT max(heads) FROM effect_calibration").rows() == [(2,)]
+
+
+@pytest.mark.long
 def test_sql_beside_a_plug_in_is_a_query_of_its_runs(folder: Path):
     file = Path("delimiter_heads.sql")
     file.write_text(
@@ -125,7 +141,7 @@ def test_sql_beside_a_plug_in_is_a_query_of_its_runs(folder: Path):
     first, second = ended("query", "runs", "delimiter_heads", "--format", "csv").stdout.split()[1:3]
     assert float(first.partition(",")[2]) > float(second.partition(",")[2]) > 0
     (run,) = Path("runs").iterdir()
-    assert [each.read_text() for each in (run / "plugins").glob("*.sql")] == [text]
+    assert [each.read_text() for each in (run / "queries").iterdir()] == [text]
     # It changes no row, so the same command brings another one; who resumes the run, none.
     file.write_text(text.replace("DESC", "ASC"))
     assert "2 of them done" in printed("scan", "scan.toml", "--replicas", "0")
