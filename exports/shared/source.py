@@ -16,8 +16,6 @@ from headcount.exports.shared.certainty import (
     DocumentSums,
     Scores,
     half_of,
-    p_above,
-    q_of,
     stability_of,
     sure_heads,
 )
@@ -30,6 +28,7 @@ from headcount.queries.open.run import Run
 from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.errors import QueryError, ScanError, counted, unknown
 from headcount.schemas.places import Place
+from headcount.schemas.significance import p_above, q_of
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import uniform_column
 from headcount.schemas.values import in_toml
@@ -238,7 +237,7 @@ class ExportSource:
         """
         scores = self.scores(statistic, least_documents=1)
         size = np.abs(scores.excess)
-        q = q_of(p_above(size, scores.errors, scores.degrees_of_freedom))
+        q = q_of(p_above(size, scores.errors, scores.degrees_of_freedom, MARGIN))
         if not ((q <= LARGEST_Q) | (np.isnan(scores.errors) & (size > MARGIN))).any():
             raise self.nothing_found(statistic)
 
