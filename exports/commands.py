@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
+from headcount.jobs.commands.options import TrustPlugins
 from headcount.queries.commands.query import Code, tell_user
 from headcount.schemas.errors import QueryError
 
@@ -28,7 +30,11 @@ class ExportCommand(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Read the command line. `--help` beside a format is about that format."""
         from headcount.exports.formats import export_formats
+        from headcount.schemas.plugins import activate, read_plugins
 
+        # Ours first: no plug-in may take one of their names.
+        export_formats()
+        activate(read_plugins([*_values_of("--plugin", args)]))
         export = export_formats().get(args[0]) if args else None
         if export is None:
             return super().parse_args(ctx, args)
@@ -54,6 +60,14 @@ class ExportCommand(TyperCommand):
             else:
                 rest.append(word)
         return super().parse_args(ctx, rest)
+
+
+def _values_of(flag: str, args: Sequence[str]) -> Iterator[str]:
+    """What a command line says behind a flag, each time that it stands there."""
+    for word, following in pairwise([*args, ""]):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            yield value if equals else following
 
 
 @commands.command(cls=ExportCommand)
@@ -128,6 +142,15 @@ def export(
         bool, typer.Option("--replace", help="Replace an older export in one step.")
     ] = False,
     code: Code = None,
+    plugins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plugin",
+            metavar="FILE",
+            help="Also take formats from this Python file. May be repeated.",
+        ),
+    ] = None,
+    trust_plugins: TrustPlugins = False,
 ) -> None:
     """Write what runs measured as a file that another tool loads: which heads retrieve, how far
     they look back, how large their keys get.
@@ -137,6 +160,7 @@ def export(
     from headcount.exports.refusals import check_libraries
     from headcount.exports.request import DEFAULT_SEQUENCES, ExportRequest
     from headcount.exports.shared.registry import FORMATS
+    from headcount.schemas.plugins import read_plugins
 
     if listed:
         for format_name, listed_format in export_formats().items():
@@ -180,6 +204,8 @@ def export(
         device=device,
         code=code,
         run_ids=run_ids or [],
+        plugins=read_plugins(plugins or []),
+        trust_plugins=trust_plugins,
     )
     exported, source, size = request.made(runs, overrides or [])
     for note in filter(None, (*exported.notes, exported.stability)):

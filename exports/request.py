@@ -37,9 +37,11 @@ from headcount.exports.shared.source import (
 )
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.commands.query import tell_user, warn_of_damage
-from headcount.schemas.errors import QueryError
+from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import Place, absolute
+from headcount.schemas.plugins import Plugin, line_of, line_of_error
+from headcount.schemas.registry import in_words
 
 if TYPE_CHECKING:
     from headcount.workers.head_check import HeadTrial
@@ -62,6 +64,8 @@ class ExportRequest:
     device: Device
     code: str | None
     run_ids: list[str]
+    plugins: tuple[Plugin, ...] = ()  # that define the format, or what it needs
+    trust_plugins: bool = False  # whether those that the run keeps are run
 
     def made(self, runs: str | None, overrides: list[str]) -> tuple[Exported, ExportSource, int]:
         """Measure and write it: what was made, of what, and its size in bytes."""
@@ -78,7 +82,9 @@ class ExportRequest:
         baseline = measured = None
         run_ids = self.run_ids
         if self.model is not None:
-            fields = {"model": self.model, "out": runs or "runs"}
+            fields: dict[str, Any] = {"model": self.model, "out": runs or "runs"}
+            if self.plugins:
+                fields["plugins"] = [plugin.place for plugin in self.plugins]
             runs, baseline, measured = self._measured(needs, fields, overrides, steps)
         directory = RunDirectory(absolute(str(runs)))
         # A calibration lies beside its run.
@@ -94,7 +100,7 @@ class ExportRequest:
         source = choose_run(
             _opened(runs, self.code), self.export, self.options, self.destination, run_ids, baseline
         )
-        return dataclasses.replace(source, device=self.device)
+        return dataclasses.replace(source, device=self.device, trust_plugins=self.trust_plugins)
 
     def _confirmed(
         self, source: ExportSource, setting: Setting, runs: str, steps: Steps, calibrates: bool
@@ -170,7 +176,22 @@ class ExportRequest:
         return dataclasses.replace(source, check=check)
 
     def _made(self, source: ExportSource) -> Exported:
-        return self.export.function(source, **self.options)
+        if not self.plugins:
+            return self.export.function(source, **self.options)
+        name = self.export.name
+        try:
+            exported = self.export.function(source, **self.options)
+        except HeadcountError:
+            raise
+        except Exception as error:
+            where = line_of_error(error) or line_of(self.export.function)
+            raise QueryError(f"{where}: export {name}: {in_words(error)}") from error
+        if not isinstance(exported, Exported):
+            raise QueryError(
+                f"{line_of(self.export.function)}: export {name}: expected Exported(files=…), got "
+                f"{type(exported).__name__}"
+            )
+        return exported
 
     def _written(self, exported: Exported) -> int:
         return write_export(self.export, self.destination, exported.files)
@@ -285,7 +306,9 @@ class ExportRequest:
 
         run = source.opened.directory
         resources = Resources(replicas=0, device=self.device)
-        losses = calibration_of(run, DRAWN_HEADS, DRAWN_SEQUENCES, 0, resources.on_cpu)
+        losses = calibration_of(
+            run, DRAWN_HEADS, DRAWN_SEQUENCES, 0, resources.on_cpu, self.trust_plugins
+        )
         steps.begin(f"calibration: the effects of {DRAWN_HEADS} heads against interventions")
         measure_losses_beside(run, losses, "calibration", resources)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import html
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
@@ -28,7 +28,7 @@ from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.ask.formats import check_suffix
 from headcount.queries.ask.text_tables import html_table, text_table
 from headcount.queries.open.limits import MEMORY, check_memory
-from headcount.queries.open.named_queries import QUERIES, read_queries
+from headcount.queries.open.named_queries import NamedQuery
 from headcount.queries.open.run import read_runs
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.arguments import Location, Name, checked
@@ -109,7 +109,8 @@ class Runs:
         Nothing can be written; `timeout` is in seconds. A mistake in the SQL is an error here. What
         only the rows show, for example a statistic that no run measured, is one when they are read.
         """
-        return AnswerTable(self, _with_parameters(query, parameters), timeout)
+        queries = self.database.shipped.queries
+        return AnswerTable(self, _with_parameters(query, parameters, queries), timeout)
 
     @checked(QueryError)
     def head(self, label: Name, *, run_id: Name | None = None, intervention: Name = "none") -> Head:
@@ -360,11 +361,12 @@ class Frame:
         )
 
 
-def _with_parameters(query: str, parameters: dict[str, object]) -> str:
+def _with_parameters(
+    query: str, parameters: dict[str, object], queries: Mapping[str, NamedQuery]
+) -> str:
     """A query in SQL; only named queries take parameters."""
     if not parameters:
         return query
-    queries = read_queries(QUERIES)
     found = queries.get(query.strip())
     if found is None:
         raise QueryError(

@@ -3,6 +3,8 @@
 A file is run once in a process, as a module whose name holds the digest of its bytes. So two
 versions of a file are two modules, and fingerprints cover its functions as they do ours. What it
 registers is in the registries while a scan is read or measured that names it (`activate`).
+
+SQL beside a file, in `.sql` files that begin with a comment, becomes named queries of the runs.
 """
 
 import hashlib
@@ -12,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -26,11 +28,29 @@ from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.input_files import ROOTS, read_input
 from headcount.schemas.formula_kinds import CURVES, PROFILES
 from headcount.schemas.packages import PLUGIN_MODULES
-from headcount.schemas.places import place, reason
+from headcount.schemas.places import Place, names, place, reason
 from headcount.schemas.registry import WAITING, Entry, Registry, in_words
 from headcount.schemas.values import shortened
+from headcount.schemas.view_names import names_of_views
 
 GROUP = "headcount.plugins"  # entry points of installed packages
+
+
+class PluginQuery(NamedTuple):
+    """A `.sql` file beside a plug-in, which runs keep as a named query."""
+
+    name: str
+    content: bytes
+
+    @property
+    def digest(self) -> str:
+        """Of its bytes, in hexadecimal digits."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def meaning(self) -> str:
+        """What its first line says that its rows are."""
+        return self.content.decode(errors="replace").splitlines()[0].removeprefix("--").strip()
 
 
 class Registration(NamedTuple):
@@ -48,6 +68,8 @@ class Plugin:
     name: str  # of the file
     content: bytes
     functions: tuple[FunctionType, ...] = ()
+    # They change no row, so a plug-in is the same one with others.
+    queries: tuple[PluginQuery, ...] = field(default=(), compare=False)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: object) -> CoreSchema:
@@ -115,7 +137,26 @@ def read_plugins(requested: object) -> tuple[Plugin, ...]:
     for number, plugin in enumerate(plugins):
         if plugin.name in [other.name for other in plugins[:number]]:
             raise ScanError(f"plugins: expected each name once, got {plugin.name} twice")
+    queries_of(plugins)
     return plugins
+
+
+def queries_of(plugins: Iterable[Plugin]) -> dict[str, PluginQuery]:
+    """The named queries of some plug-ins, by name; a name that means two things is refused."""
+    queries: dict[str, PluginQuery] = {}
+    for query in (query for plugin in plugins for query in plugin.queries):
+        if query.name in names_of_views():
+            raise ScanError(
+                f"plugins: {query.name}.sql: {query.name!r} is a view of headcount's own; call it "
+                "otherwise"
+            )
+        # Plug-ins of one folder have the same files beside them.
+        if queries.setdefault(query.name, query) != query:
+            raise ScanError(
+                f"plugins: {query.name}.sql lies beside two plug-ins and says two things; call one "
+                "of them otherwise"
+            )
+    return queries
 
 
 def _read(requested: object) -> Plugin:
@@ -133,14 +174,16 @@ def _read(requested: object) -> Plugin:
             name = str(requested)
             if not name.endswith(".py"):
                 file = _installed(name)
-                return Plugin(name, file.name, file.read_bytes())
+                return Plugin(name, file.name, file.read_bytes(), queries=_queries_beside(file))
             if os.environ.get(ROOTS):
                 raise ScanError(
                     f"plugins: {name}: {ROOTS} is set, so scans may come from others, and only "
                     "installed plug-ins run"
                 )
             try:
-                return Plugin(name, place(name).name, read_input(place(name)))
+                file = place(name)
+                content = read_input(file)
+                return Plugin(name, file.name, content, queries=_queries_beside(file))
             except OSError as error:
                 raise ScanError(
                     f"plugins: {name}: cannot be read ({reason(error)}); expected a Python file"
@@ -150,6 +193,20 @@ def _read(requested: object) -> Plugin:
                 f"plugins: expected a file, got {shortened(repr(requested), 60)}; write "
                 'plugins = ["my_heads.py"]'
             )
+
+
+def _queries_beside(file: Place) -> tuple[PluginQuery, ...]:
+    """The `.sql` files in the folder of a plug-in that begin with what they are for.
+
+    Others are somebody's notes, and stay where they are.
+    """
+    # DuckDB knows a name whatever its case.
+    queries = (
+        PluginQuery(name[:-4].lower(), read_input(file.parent / name))
+        for name in sorted(names(file.parent))
+        if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*\.sql", name)
+    )
+    return tuple(query for query in queries if query.content.startswith(b"--"))
 
 
 def _installed(name: str) -> Path:

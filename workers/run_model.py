@@ -230,6 +230,7 @@ class RunModel:
 
     def _replica(self, intervention: str, device: str) -> Replica:
         """The model as it measured the rows, but one sequence at a time; it is loaded once."""
+        from headcount.schemas.filled_tables import FILLINGS
         from headcount.schemas.scans.scan import parse_scan
         from headcount.workers.process import prepare_process
         from headcount.workers.replica import Replica
@@ -239,6 +240,8 @@ class RunModel:
             commit = self.run.any_commit()
             precisions = set() if commit is None else {one.precision for one in commit.methods}
             changes: dict[str, Any] = {"interventions": [intervention], "batch_size": 1}
+            # Nothing is measured, and what was may be a plug-in's, which no reader runs.
+            changes |= {filling.field: [] for filling in FILLINGS} | {"statistics": ["sink_mass"]}
             if len(precisions) == 1:
                 changes["precision"] = precisions.pop()
             # Before torch computes anything: it sets threads and memory.

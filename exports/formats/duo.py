@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headcount.exports.shared.certainty import LARGEST_Q, MARGIN, p_above, q_of
+from headcount.exports.shared.certainty import LARGEST_Q, MARGIN
 from headcount.exports.shared.registry import (
     REPEATED,
     CacheCut,
@@ -22,6 +22,7 @@ from headcount.exports.shared.registry import (
 )
 from headcount.exports.shared.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
+from headcount.schemas.significance import p_above, q_of
 from headcount.schemas.values import Count, Index
 
 

@@ -5,10 +5,11 @@ from itertools import islice
 
 import numpy as np
 
-from headcount.exports.shared.certainty import p_above, q_of, sure_heads
+from headcount.exports.shared.certainty import sure_heads
 from headcount.exports.shared.registry import Exported, Needs, export_format, ranked
 from headcount.exports.shared.source import ExportSource, column_of
 from headcount.schemas.errors import QueryError
+from headcount.schemas.significance import p_above, q_of
 from headcount.schemas.values import Count
 
 GOLD, OTHER = "labelled_key_mass(gold,query)", "labelled_key_mass(other,query)"

@@ -270,7 +270,7 @@ def _measured_changes(
     # Paths would mean something else where the run was begun.
     run = RunDirectory(absolute(source.opened.directory.path))
     resources = Resources(replicas=0, device=source.device)
-    fields = scan_of_losses(run, interventions, sequences, resources.on_cpu)
+    fields = scan_of_losses(run, interventions, sequences, resources.on_cpu, source.trust_plugins)
     path = measure_losses_beside(run, fields, "confirmation", resources, source.passes)
     database = open_runs(path)
     if _what_was_read(database, sequences) != _what_was_read(source.database, sequences, source):

@@ -186,7 +186,7 @@ class ExportFormat(Entry):
     source: str  # where the format is defined: a URL
     writes: Literal["file", "folder"]
     example: str  # a path that a user might write it to
-    load: str  # Python that loads what was written to that path. A test runs it.
+    load: str = ""  # Python that loads what was written to that path. A test runs ours.
     measures: bool = False  # whether it measures more than the run has, in runs beside it
     opens: Callable[[Options], bool] = lambda _: False
     """Whether its KV heads are ranked by what the model recalls while they are opened in rounds."""

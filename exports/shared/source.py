@@ -16,8 +16,6 @@ from headcount.exports.shared.certainty import (
     DocumentSums,
     Scores,
     half_of,
-    p_above,
-    q_of,
     stability_of,
     sure_heads,
 )
@@ -28,8 +26,9 @@ from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.column_facts import column_facts
 from headcount.queries.open.run import Run
 from headcount.queries.open.sql_text import quoted_name, text_literal
-from headcount.schemas.errors import QueryError, counted, unknown
+from headcount.schemas.errors import QueryError, ScanError, counted, unknown
 from headcount.schemas.places import Place
+from headcount.schemas.significance import p_above, q_of
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import uniform_column
 from headcount.schemas.values import in_toml
@@ -73,6 +72,7 @@ class ExportSource:
     """
     passes: Passes = field(default_factory=Passes, repr=False)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where it measures (`confirmation`)
+    trust_plugins: bool = False  # whether it then runs the plug-ins that the run keeps
     awaits: str | None = None
     """What confirms the list and is not measured yet: the file is written before, and says so."""
     opening: Mapping[str, Any] | None = None
@@ -240,7 +240,7 @@ class ExportSource:
         """
         scores = self.scores(statistic, least_documents=1)
         size = np.abs(scores.excess)
-        q = q_of(p_above(size, scores.errors, scores.degrees_of_freedom))
+        q = q_of(p_above(size, scores.errors, scores.degrees_of_freedom, MARGIN))
         if not ((q <= LARGEST_Q) | (np.isnan(scores.errors) & (size > MARGIN))).any():
             raise self.nothing_found(statistic)
 
@@ -429,7 +429,13 @@ def column_of(statistic: str) -> str:
     >>> column_of("distant_mass(4, 64)"), column_of("entropy")
     ('distant_mass_4_64', 'entropy')
     """
-    return STATISTICS.find(statistic).name
+    try:
+        return STATISTICS.find(statistic).name
+    except ScanError:
+        # A plug-in's, which is not here: runs have its columns.
+        if not statistic.isidentifier():
+            raise
+        return statistic
 
 
 def choose_run(

@@ -420,7 +420,12 @@ def submit(
                 "continues the run"
             )
     name = f"{safe_name(scan_file.stem)}.toml"
-    plugins = {f"plugins/{each.digest}/{each.name}": each.content for each in scan.plugins}
+    plugins: dict[str, bytes] = {}
+    beside: dict[str, bytes] = {}  # the queries in the folder of each
+    for plugin in scan.plugins:
+        folder = f"plugins/{plugin.digest}"
+        plugins[f"{folder}/{plugin.name}"] = plugin.content
+        beside |= {f"{folder}/{query.name}.sql": query.content for query in plugin.queries}
     if plugins:
         overrides = [*overrides, f"plugins={json.dumps([*plugins])}"]
     words = ["scan", name, *options(overrides, resources)]
@@ -429,7 +434,7 @@ def submit(
         words.append("--new")
     elif run != first_run:
         words += ["--run", run.run_id]
-    return cluster.start(run, words, variables, {name: scan_file.read_bytes(), **plugins})
+    return cluster.start(run, words, variables, {name: scan_file.read_bytes(), **plugins, **beside})
 
 
 def options(overrides: Sequence[str], resources: Resources) -> list[str]:

@@ -19,6 +19,7 @@ from headcount.jobs.commands.options import (
     Env,
     New,
     Overrides,
+    Plugins,
     Replicas,
     RunOrJob,
     SkipDuplicates,
@@ -36,6 +37,7 @@ def submit(
     scan_file: Annotated[Path, typer.Argument(metavar="SCAN", help="A scan file (TOML).")],
     address: Address,
     overrides: Overrides = None,
+    plugins: Plugins = None,
     replicas: Replicas = 1,
     cores: Cores = 0,
     device: DeviceOption = "auto",
@@ -56,7 +58,8 @@ def submit(
     from headcount.workers.process import prepare_process
 
     prepare_process()
-    checkpoints = without_duplicates(scans_of(scan_file, overrides or ()), skip_duplicates)
+    listed = scans_of(scan_file, overrides or (), plugins or ())
+    checkpoints = without_duplicates(listed, skip_duplicates)
     # All are checked before the first job is made.
     scans = [(portable_scan(scan_file, each.overrides), each.overrides) for each in checkpoints]
     resources = Resources(replicas, cores, device, address)

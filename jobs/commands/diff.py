@@ -9,12 +9,17 @@ from dataclasses import asdict
 from math import sqrt
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from torch import Tensor
 
 from headcount.jobs.bars import bar
 from headcount.jobs.commands.model_report import listed_layers
+from headcount.jobs.plan.plan import where_begun
 from headcount.schemas.errors import ModelError, counted, unknown
+from headcount.schemas.files.run_directory import RunDirectory
+from headcount.schemas.places import absolute
+from headcount.schemas.significance import p_above, q_of
 from headcount.workers.diff.causes import CAUSES, Cause
 from headcount.workers.diff.comparison import (
     LAYER_SEQUENCES,
@@ -23,10 +28,18 @@ from headcount.workers.diff.comparison import (
     Departure,
     check_sizes,
 )
+from headcount.workers.diff.layer_steps import Z_KEY
 from headcount.workers.diff.number_grids import FORMATS
-from headcount.workers.diff.texts import inputs_of, sequence_length, tokenizer_causes
+from headcount.workers.diff.texts import (
+    inputs_of,
+    sequence_length,
+    stored_tokens,
+    tokenizer_causes,
+)
 from headcount.workers.known_models import KnownModels
+from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
+from headcount.workers.run_model import RunModel
 
 OTHER_KINDS = ("tied", "layer order", "layer types", "tokenizer", "bos", "unlike anything known")
 """Kinds of difference that have no signature of one step."""
@@ -52,12 +65,7 @@ class Difference:
         models = KnownModels()
         with bar(console, "") as show:
             show("reading the models", None)
-            for side, name in zip("AB", self.names, strict=True):
-                if "run_id=" in name:
-                    raise ModelError(
-                        f"{side}, {name}: is a run, expected a model; name the model of the run"
-                    )
-            infos = [models.describe(name) for name in (a, b, *filter(None, [base]))]
+            infos = [_described(models, name) for name in (a, b, *filter(None, [base]))]
             for info in infos[1:]:
                 check_sizes(infos[0], info)
             loaded: list[Model] = []
@@ -66,7 +74,13 @@ class Difference:
                 loaded.append(models.load(info, "raw", "cpu"))
             comparer = Comparer(loaded[0], loaded[1], show, *loaded[2:])
             n_ctx = sequence_length(loaded[0], loaded[1])
-            inputs = inputs_of(infos[0], n_ctx)
+            # A run has its input; of two runs, it is the first one's.
+            if runs := [run for run in map(_run_at, self.names) if run is not None]:
+                tokens = stored_tokens(runs[0])
+                n_ctx = min(tokens.shape[1], loaded[0].info.n_ctx, loaded[1].info.n_ctx)
+                inputs = {f"sequences of {runs[0].run_id}": tokens[:, :n_ctx]}
+            else:
+                inputs = inputs_of(infos[0], n_ctx)
             self.n_ctx, self.counts = n_ctx, {name: len(rows) for name, rows in inputs.items()}
             self.windows = [
                 facts.window
@@ -114,8 +128,8 @@ class Difference:
                 for name, both in comparison.losses.items()
             },
             "heads": [
-                {"layer": layer, "head": head, "change": mean, "standard_error": error}
-                for (layer, head), mean, error in self._heads()
+                {"layer": layer, "head": head, "change": mean, "standard_error": error, "q": q}
+                for (layer, head), mean, error, q in self._heads()
             ],
             "n_ctx": self.n_ctx,
             "sequences": self.counts,
@@ -134,13 +148,27 @@ class Difference:
             yield "does", f"the loss on {name}, {ours:.4f}, {words}"
         if shown and (heads := self._heads()):
             texts = (
-                f"L{head[0]}H{head[1]} {mean:.2g} ± {error:.1g}" for head, mean, error in heads
+                f"L{layer}H{head} {mean:.2g} ± {error:.1g}"
+                for (layer, head), mean, error, _ in heads
             )
-            yield "heads", f"{', '.join(texts)} (change of z, as a share of it)"
+            largest = max(q for *_, q in heads)
+            about = f"change of z, as a share of it; above noise with q ≤ {largest:.1g}"
+            yield "heads", f"{', '.join(texts)} ({about})"
         yield from self._lines_on_input()
         if shown:
+            yield "further", self._further()
+
+    def _further(self) -> str:
+        """How rows of both sides are compared: of two runs those that are there."""
+        a, b = map(_run_at, self.names)
+        if a is None or b is None:
             names = " and ".join(f"--set model={shlex.quote(name)}" for name in self.names)
-            yield "further", f"headcount scan FILE {names}, then headcount query runs run_changes"
+            return f"headcount scan FILE {names}, then headcount query runs run_changes"
+        if a.path.parent != b.path.parent:
+            return "headcount query DIRECTORY run_changes, once both runs lie in one directory"
+        pair = f"run_id = '{b.run_id}' AND other_run = '{a.run_id}'"
+        sql = f"FROM run_changes WHERE {pair} ORDER BY q"
+        return f"headcount query {shlex.quote(str(a.path.parent))} {shlex.quote(sql)}"
 
     def _sentence(self) -> str:
         if self.comparison.faults:
@@ -177,11 +205,41 @@ class Difference:
         count = f"{noise.comparisons:,} comparisons of A with itself"
         yield "noise", f"{noise.middle:.1g}, the middle of {count} in another order of summation"
 
-    def _heads(self) -> list[tuple[tuple[int, int], float, float]]:
-        """The heads whose z changed most, with standard errors over sequences."""
-        changes = self.comparison.head_changes.items()
-        means = [(head, float(each.mean()), _error(each)) for head, each in changes]
-        return sorted(means, key=lambda head: -head[1])[:MOST_HEADS]
+    def _heads(self) -> list[tuple[tuple[int, int], float, float, float]]:
+        """The heads whose z changed most: mean change, its standard error over sequences, and q.
+
+        q is that of all heads, of a change no larger than the noise of z.
+        """
+        changes = self.comparison.head_changes
+        means = np.array([float(each.mean()) for each in changes.values()])
+        errors = np.array([_error(each) for each in changes.values()])
+        sequences = max(map(len, changes.values()), default=0)
+        noise = self.comparison.noise.limit(Z_KEY)
+        q = q_of(p_above(means, errors, sequences - 1, noise))
+        numbers = zip(changes, means.tolist(), errors.tolist(), q.tolist(), strict=True)
+        return sorted(numbers, key=lambda head: -head[1])[:MOST_HEADS]
+
+
+def _run_at(name: str) -> RunDirectory | None:
+    """The run in a directory; None if a name is that of a model."""
+    run = RunDirectory(absolute(name))
+    is_run = run.path.name.startswith("run_id=") or run.manifest_file.is_file()
+    return run if is_run else None
+
+
+def _described(models: KnownModels, name: str) -> ModelInfo:
+    """The model of a name; that of a run has the weights that the run measured."""
+    run = _run_at(name)
+    if run is None:
+        return models.describe(name)
+    try:
+        with where_begun(run, []):
+            return RunModel(run.path).info
+    except ModelError as error:
+        problem = str(error).partition("; --model ")[0]
+        raise ModelError(
+            f"{problem}; instead of the run name its model, where it lies now"
+        ) from None
 
 
 def _in_words(departure: Departure) -> str:

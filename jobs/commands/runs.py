@@ -307,6 +307,7 @@ def calibrate(
     cores: Cores = 0,
     device: DeviceOption = "auto",
     address: ClusterAddress = None,
+    trust_plugins: TrustPlugins = False,
 ) -> None:
     """Measure some of the interventions whose effects a run estimates.
 
@@ -323,7 +324,8 @@ def calibrate(
         from headcount.jobs.resources import Resources
 
     resources = Resources.asked_for(replicas, cores, device, address)
-    fields = calibration_of(directory, heads, sequences, seed, resources.on_cpu)
+    on_cpu = resources.on_cpu
+    fields = calibration_of(directory, heads, sequences, seed, on_cpu, trust_plugins)
     path = measure_losses_beside(directory, fields, "calibration", resources)
     print(path)
     print(f"  headcount query {path.parent} effect_calibration")

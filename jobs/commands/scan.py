@@ -81,6 +81,7 @@ def init(
 def plan(
     scan_file: ScanFile,
     overrides: Overrides = None,
+    plugins: Plugins = None,
     replicas: MaybeReplicas = None,
     device: DeviceOption = "auto",
     new: New = False,
@@ -98,7 +99,7 @@ def plan(
     from headcount.jobs.plan.scan_files import scans_of
 
     # A mistake in the scan file shows before the seconds that the imports below take.
-    scans = without_duplicates(scans_of(scan_file, overrides or ()), skip_duplicates)
+    scans = without_duplicates(scans_of(scan_file, overrides or (), plugins or ()), skip_duplicates)
     parsed_scan = scans[0].scan
     from headcount.jobs.bars import bar, waiting
 

@@ -71,6 +71,8 @@ def _check_plugin(file: str) -> None:
         prove(plugins, plugins, "fused")
     for registry, entry in plugins[0].registrations:
         print(f"{registry.word} {entry.name}: {entry.meaning}")
+    for query in plugins[0].queries:
+        print(f"query {query.name}: {query.meaning}")
 
 
 @commands.command()
@@ -221,7 +223,9 @@ def diff(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="A model: a directory, a GGUF file, a Hub id or bundled:NAME."
+            metavar="A",
+            help="A model: a directory, a GGUF file, a Hub id or bundled:NAME; or the directory of "
+            "a run, which stands for its model and has the input.",
         ),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="What should be the same model.")],

@@ -32,10 +32,15 @@ measured again.
 
 
 def calibration_of(
-    run: RunDirectory, heads: int, sequences: int, draw: int, on_cpu: bool
+    run: RunDirectory,
+    heads: int,
+    sequences: int,
+    draw: int,
+    on_cpu: bool,
+    trust_plugins: bool = False,
 ) -> dict[str, Any]:
     """The fields of a scan of the first sequences of a run, under the interventions whose effects
-    the run estimates, each on the same drawn heads.
+    the run estimates, each on the same drawn heads. `trust_plugins` as in `plugins_of`.
 
     The view `effect_calibration` finds the losses beside the estimates.
     """
@@ -56,11 +61,15 @@ def calibration_of(
             f"sequences of {n_ctx} tokens (shorter windows), and it has none; add "
             '"effects" to statistics in its scan, and scan again'
         )
-    return scan_of_losses(run, interventions, sequences, on_cpu)
+    return scan_of_losses(run, interventions, sequences, on_cpu, trust_plugins)
 
 
 def scan_of_losses(
-    run: RunDirectory, interventions: Sequence[str], sequences: int, on_cpu: bool
+    run: RunDirectory,
+    interventions: Sequence[str],
+    sequences: int,
+    on_cpu: bool,
+    trust_plugins: bool = False,
 ) -> dict[str, Any]:
     """The fields of a scan of the losses of the first sequences of a run: of the untouched model,
     and under interventions. `on_cpu` says where, because of the size of a shard.
@@ -78,7 +87,7 @@ def scan_of_losses(
         "layers": [_measured_heads(manifest, _info(manifest)).layers[0]],
         "heads": "all",
         # Its input may be a plug-in's.
-        "plugins": [plugin.place for plugin in plugins_of(run, manifest, False)],
+        "plugins": [plugin.place for plugin in plugins_of(run, manifest, trust_plugins)],
         "sequences": min(sequences, manifest.sequences),
         # What has a backward pass.
         "precision": "float64" if fields.get("precision") == "float64" else "float32",
@@ -166,7 +175,11 @@ def spread_evenly(items: Sequence[int], count: int) -> list[int]:
 
 
 def _measured_heads(manifest: Manifest, info: ModelInfo) -> MeasuredHeads:
-    return parse_scan({**manifest.identity["scan"], "sequences": 1}).measured_heads(info)
+    # What else the scan names may be a plug-in's.
+    names = ("model", "n_ctx", "layers", "heads")
+    of_scan = {name: value for name, value in manifest.identity["scan"].items() if name in names}
+    drawn = {"sequences": 1, "input": {"family": "uniform_random"}}
+    return parse_scan(of_scan | drawn).measured_heads(info)
 
 
 def _info(manifest: Manifest) -> ModelInfo:

@@ -31,7 +31,7 @@ from headcount.schemas.errors import OtherRunError, RunError, ScanError, printab
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import check_directory, names, place, read_as, unread
-from headcount.schemas.plugins import Plugin
+from headcount.schemas.plugins import Plugin, queries_of
 from headcount.schemas.scans.overrides import field_of, override_fields
 from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
@@ -243,6 +243,7 @@ def _manifest(
     changes: dict[str, Any] = {field: getattr(scan, field) for field in REMEMBERED}
     changes |= {"sequences": total, "shards": -(-total // scan.sequences_per_shard)}  # Rounded up.
     places: dict[str, Any] = {"places": places_of(scan), "begun_in": os.getcwd()}
+    queries = {name: query.digest for name, query in queries_of(scan.plugins).items()}
     if previous is None:
         return Manifest(
             layout=LAYOUT,
@@ -256,6 +257,7 @@ def _manifest(
             inputs=resolved.inputs,
             interventions=resolved.interventions,
             plugins={plugin.name: plugin.digest for plugin in scan.plugins},
+            queries=queries,
             **changes,
             **places,
         )
@@ -269,6 +271,9 @@ def _manifest(
     is_relative = any(path is not None and not path.is_absolute() for path in paths)
     if places["places"] != previous.places or (is_relative and os.getcwd() != previous.begun_in):
         changes |= places
+    # Those that are new or say something else now. Whoever resumes the run brings none.
+    if not queries.items() <= previous.queries.items():
+        changes["queries"] = previous.queries | queries
     # Whether it may is asked when something is measured (`jobs.run.loop`). From then on the run
     # knows what every name means in this code.
     if resolved.code not in previous.codes:
@@ -387,8 +392,7 @@ def plugins_of(run: RunDirectory, manifest: Manifest, trust_plugins: bool) -> li
         if not trust_plugins and not has_run_here(plugin):
             raise RunError(
                 f"{run.path}: its plug-in {printable(name)} has never run on this machine, and a "
-                f"plug-in can do whatever you can; read {file}, then headcount resume {run.path} "
-                "--trust-plugins runs it"
+                f"plug-in can do whatever you can; read {file}, then --trust-plugins runs it"
             )
         plugins.append(plugin)
     return plugins

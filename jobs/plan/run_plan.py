@@ -7,6 +7,7 @@ from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import write_whole
+from headcount.schemas.plugins import queries_of
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.model.info.model_info import ModelInfo
 
@@ -106,4 +107,6 @@ def _write(plan: RunPlan) -> None:
     is_new = before is None or plan.has_new_index or plan.manifest.sequences > before.sequences
     if is_new:
         plan.write_corpus()
+    for query in queries_of(plan.scan.plugins).values():
+        write_whole(plan.run.query_file(query.digest), query.content)
     write_whole(plan.run.manifest_file, plan.manifest.model_dump_json(indent=1).encode())

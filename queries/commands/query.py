@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,9 +15,9 @@ import typer
 from typer.core import TyperCommand
 
 from headcount.queries.ask.typed_queries import read_typed, with_parameters
-from headcount.queries.open.named_queries import QUERIES, read_queries
+from headcount.queries.open.named_queries import QUERIES, NamedQuery, read_queries
 from headcount.queries.open.sql_text import text_literal
-from headcount.schemas.errors import QueryError
+from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.repeating import repeated
 
 if TYPE_CHECKING:
@@ -56,13 +56,23 @@ class QueryCommand(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Read the command line. `--help` beside a named query is about that query."""
         if {"-h", "--help"} & set(args):
-            queries = read_queries(QUERIES)
             # The first word is a path, which may have the name of a query.
-            for word in args[1:]:
-                if word in queries:
-                    typer.echo(queries[word].help_text())
+            runs, *words = [word for word in args if not word.startswith("-")] or [""]
+            for word in words:
+                if query := _query_named(word, runs):
+                    typer.echo(query.help_text())
                     raise typer.Exit
         return super().parse_args(ctx, args)
+
+
+def _query_named(name: str, runs: str) -> NamedQuery | None:
+    """A named query of ours, or else one that runs bring."""
+    if own := read_queries(QUERIES).get(name):
+        return own
+    # Whoever asks for help may not have said yet which runs.
+    with suppress(HeadcountError):
+        return open_for_command(runs).shipped.queries.get(name)
+    return None
 
 
 @commands.command(
@@ -135,7 +145,7 @@ def query(
             typer.echo(f"{name:<24} {description.partition('. ')[0].rstrip('.')}.")
         return
     options = [option for parameter in context.command.params for option in parameter.opts]
-    sql = with_parameters(asked, context.args, read_queries(QUERIES), options)
+    sql = with_parameters(asked, context.args, database.shipped.queries, options)
     models = _models_of(runs) if text else None
     with held_to_memory(database):
         answer = _answer(database, sql, limit, time_limit, models, answer_format, output, vertical)

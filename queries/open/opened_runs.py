@@ -20,6 +20,7 @@ from headcount.queries.open.rollup_views import (
     measured_statistics,
 )
 from headcount.queries.open.run import READINGS, ReadRun, Run, read_run, read_runs
+from headcount.queries.open.run_queries import queries_of_runs
 from headcount.queries.open.shipped_views import (
     BLIND,
     DYNAMIC,
@@ -60,7 +61,7 @@ class OpenedRuns:
         self.runs = list(runs)  # another list once damage was found
         self.left_out = [str(error) for error in unreadable]  # why some cannot be read at all
         self.tell = tell  # called with a line whenever a query finds damage
-        self.shipped = ShippedViews(read_queries(queries))
+        self.shipped = ShippedViews(queries_of_runs(self.runs, connection) | read_queries(queries))
         """The named queries, whose views are made when a query names them."""
         self._lock = Lock()  # held while views are made: threads share them
         self._is_described = False  # whether views and columns have comments

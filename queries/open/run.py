@@ -1,6 +1,8 @@
 """One run as queries see it: its manifest, its commit log, and the files whose rows count."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +15,7 @@ from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, check_merged, find_runs, pc
 from headcount.schemas.filled_tables import OF_MERGED, WORDS
-from headcount.schemas.places import Place, absolute
+from headcount.schemas.places import Place, absolute, read_as
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Run:
     commit_log: pa.Table  # one row per commit, in shard order
     code: str | None  # Only shards that this code measured are read. None reads all.
     damaged: list[Damage]  # not as committed; the caller decides whether to tell the user
+    queries: Mapping[str, str | None]  # SQL of those that it brings; None: not as it was kept
 
     @property
     def damaged_rollups(self) -> list[Damage]:
@@ -128,7 +131,18 @@ def _read_once(directory: RunDirectory, code: str | None) -> Run:
         if code not in codes:
             raise QueryError(f"run {directory.run_id}: {unknown('code', code, set(codes))}")
         commit_log = commit_log.filter(pa.array([own == code for own in codes], pa.bool_()))
-    return Run(directory, manifest, commit_log, code, directory.damaged_files(commit_log))
+    damaged = directory.damaged_files(commit_log)
+    queries = {name: _kept_query(directory, digest) for name, digest in manifest.queries.items()}
+    return Run(directory, manifest, commit_log, code, damaged, queries)
+
+
+def _kept_query(directory: RunDirectory, digest: str) -> str | None:
+    """The SQL that a run keeps under a digest; None if it is something else."""
+    with suppress(OSError, UnicodeDecodeError):
+        content = read_as(directory.query_file(digest), bytes)
+        if hashlib.sha256(content).hexdigest() == digest:
+            return content.decode()
+    return None
 
 
 ReadRun = Callable[[RunDirectory, str | None], Run]  # reads what some code measured

@@ -46,6 +46,7 @@ class Manifest(BaseModel):
     inputs: dict[str, dict[str, Any]] = {}
     interventions: dict[str, dict[str, Any]] = {}
     plugins: dict[str, str] = {}  # digests of the plug-ins, whose files the run keeps, by name
+    queries: dict[str, str] = {}  # and of the named queries beside them
     model: dict[str, Any]
     code: str  # fingerprint of the code that began the run
     other_codes: dict[str, Meanings] = {}  # by fingerprint of code that continued the run

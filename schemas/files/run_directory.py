@@ -106,6 +106,10 @@ class RunDirectory:
         """What the run keeps of a plug-in: its bytes."""
         return self.path / "plugins" / f"{digest}.py"
 
+    def query_file(self, digest: str) -> Place:
+        """What the run keeps of a named query that lay beside a plug-in: its bytes."""
+        return self.path / "queries" / f"{digest}.sql"
+
     @property
     def index(self) -> Place:
         """The directory of what the run keeps of its corpus."""

@@ -9,15 +9,15 @@ import pytest
 from headcount.exports.formats import export_formats
 from headcount.exports.shared.certainty import (
     LARGEST_Q,
+    MARGIN,
     DocumentSums,
     half_of,
-    p_above,
-    q_of,
     stability_of,
 )
 from headcount.exports.shared.source import ExportSource
 from headcount.queries.ask.asking import open_runs
 from headcount.queries.open.base_views import MACROS
+from headcount.schemas.significance import p_above, q_of
 from tests.toys.commands import error_of
 from tests.toys.toy_models import family
 from tests.toys.toy_runs import Cell, write_run
@@ -108,10 +108,10 @@ def test_p_is_that_of_the_views():
 
 def test_documents_that_all_say_the_same_need_no_spread():
     same, zero = np.array([[0.5, 0.05, 0.0]]), np.zeros((1, 3))
-    assert p_above(same, zero, 4).tolist() == [[0, 1, 1]]
+    assert p_above(same, zero, 4, MARGIN).tolist() == [[0, 1, 1]]
     # One document says nothing of others.
     alone = DocumentSums(np.full((1, 1, 3), 0.5), np.ones(1))
-    assert np.isnan(p_above(alone.means, alone.errors, 1)).all()
+    assert np.isnan(p_above(alone.means, alone.errors, 1, MARGIN)).all()
 
 
 @pytest.mark.long
@@ -130,7 +130,7 @@ def test_of_the_heads_in_a_list_one_in_twenty_is_false():
         noise = draw.normal(0, 0.3, (documents, 1, heads)) * np.sqrt(numbers)[:, None, None]
         totals = numbers[:, None, None] * (truth + of_document) + noise
         sums = DocumentSums(totals, numbers)
-        p = p_above(sums.means, sums.errors, sums.degrees_of_freedom)
+        p = p_above(sums.means, sums.errors, sums.degrees_of_freedom, MARGIN)
         chosen = (q_of(p) <= LARGEST_Q)[0]
         shares.append(chosen[:nulls].sum() / max(chosen.sum(), 1))
         found += int(chosen[nulls:].sum())

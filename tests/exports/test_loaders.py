@@ -59,6 +59,7 @@ def test_the_example_of_a_format_loads_what_its_command_wrote(
     (run,) = (home / "runs").glob("run_id=*")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(home / "cache"))
     format_ = export_formats()[name]
+    assert format_.load
     where, example = (
         text.replace("run_id=…", run.name) for text in (format_.example, format_.load)
     )

@@ -86,6 +86,7 @@ def test_a_run_with_a_plug_in_is_measured_read_without_it_and_resumed_by_whom_tr
     kept.write_text("open('has_run', 'w')")
     printed("query", "runs", "FROM heads LIMIT 1")
     printed("report", "runs", "-o", "report.html")
+    assert NAME in printed("text", run, "0", "--head", "L0H0")
     assert not Path("has_run").exists()
     kept.write_text(DELIMITERS)
     # The run goes on from what it keeps, where that has run before.
@@ -106,6 +107,51 @@ def test_a_run_with_a_plug_in_is_measured_read_without_it_and_resumed_by_whom_tr
     kept.write_text(DELIMITERS.replace("[10, 46]", "[10]"))
     assert "is not the plug-in my_heads.py that the run was begun with" in error_of(
         "resume", run, "--trust-plugins"
+    )
+
+
+@pytest.mark.long
+def test_a_calibration_runs_a_plug_in_from_elsewhere_only_if_it_is_trusted(folder: Path):
+    statistics = f'statistics=["effects", "{NAME}"]'
+    printed("scan", "scan.toml", "--replicas", "0", "--set", statistics)
+    (run,) = Path("runs").iterdir()
+    # To another user the plug-in is a file from elsewhere.
+    shutil.rmtree("caches", ignore_errors=True)
+    words = ("calibrate", run, "--heads", "2", "--sequences", "2", "--replicas", "0")
+    assert f"{run}: its plug-in my_heads.py has never run on this machine" in error_of(*words)
+    assert len(list(Path("runs").iterdir())) == 1
+    printed(*words, "--trust-plugins")
+    with headcount.open("runs") as runs:
+        assert runs.sql("SELECT max(heads) FROM effect_calibration").rows() == [(2,)]
+
+
+@pytest.mark.long
+def test_sql_beside_a_plug_in_is_a_query_of_its_runs(folder: Path):
+    file = Path("delimiter_heads.sql")
+    file.write_text(
+        f"-- Heads by their mass on delimiters.\nSELECT label, avg({NAME}) AS mass FROM heads "
+        "GROUP BY label ORDER BY mass DESC"
+    )
+    Path("notes.sql").write_text("DROP TABLE heads")
+    assert "query delimiter_heads: Heads by their mass" in printed("check", "my_heads.py")
+    printed("scan", "scan.toml", "--replicas", "0")
+    text = file.read_text()
+    file.unlink()
+    assert "delimiter_heads          Heads by their mass on delimiters." in printed("query", "runs")
+    first, second = ended("query", "runs", "delimiter_heads", "--format", "csv").stdout.split()[1:3]
+    assert float(first.partition(",")[2]) > float(second.partition(",")[2]) > 0
+    (run,) = Path("runs").iterdir()
+    assert [each.read_text() for each in (run / "queries").iterdir()] == [text]
+    # It changes no row, so the same command brings another one; who resumes the run, none.
+    file.write_text(text.replace("DESC", "ASC"))
+    assert "2 of them done" in printed("scan", "scan.toml", "--replicas", "0")
+    printed("resume", run, "--replicas", "0")
+    (lowest,) = ended("query", "runs", "delimiter_heads", "--format", "csv").stdout.split()[1:2]
+    assert float(lowest.partition(",")[2]) < float(second.partition(",")[2])
+    file.rename("sink_heads.sql")
+    assert error_of("scan", "scan.toml") == (
+        "scan.toml: plugins: sink_heads.sql: 'sink_heads' is a view of headcount's own; call it "
+        "otherwise"
     )
 
 

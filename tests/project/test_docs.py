@@ -246,7 +246,9 @@ def test_a_run_directory_is_as_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyP
     written_names = {path.name for path in run_directory.iterdir()} - {".lock"}
     # Only a shard that fails leaves a record in failures/, only compaction writes roll-ups, and a
     # plug-in would be tried first.
-    assert written_names == drawn_names - {"failures", "plugins", "rollups", "samples"}
+    assert written_names == drawn_names - {
+        *("failures", "plugins", "queries", "rollups", "samples")
+    }
 
 
 def test_each_folder_of_the_house_says_what_it_is_for() -> None:

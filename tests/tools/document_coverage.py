@@ -9,9 +9,10 @@ import sys
 
 import numpy as np
 
-from headcount.exports.shared.certainty import LARGEST_Q, DocumentSums, q_of, student_tail
+from headcount.exports.shared.certainty import LARGEST_Q, DocumentSums
 from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.open.sql_text import quoted_name, text_literal
+from headcount.schemas.significance import q_of, student_tail
 
 NUMBERS, DRAWS = (10, 30, 60, 100, 200, 1000), 300  # of documents, and of draws of so many
 LEAST_HALVES = 30  # documents that are compared by halves

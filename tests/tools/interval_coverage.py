@@ -8,7 +8,8 @@ In real text sizes go with values: `tests.tools.document_coverage` draws its doc
 
 import numpy as np
 
-from headcount.exports.shared.certainty import DocumentSums, student_tail
+from headcount.exports.shared.certainty import DocumentSums
+from headcount.schemas.significance import student_tail
 
 HEADS, DRAWS = 1000, 40
 NUMBERS = (4, 8, 16, 64, 256, 512)  # of documents

@@ -71,6 +71,10 @@ class Step:
         return difference / torch.maximum(size, middle).clamp(min=1e-30)
 
 
+Z_KEY = " pattern False"
+"""Key of the step that attention is: its two sides are z."""
+
+
 def by_head(tensor: Tensor, d_head: int | None) -> Tensor:
     """`[batch pos d]` as `[batch pos head d_head]`, of one head where there are none."""
     if tensor.dim() == 4:

@@ -7,10 +7,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import ModelError
+from headcount.schemas.errors import ModelError, RunError
+from headcount.schemas.files.run_directory import RunDirectory, data_path
+from headcount.schemas.places import open_whole
 from headcount.workers.diff.causes import Cause
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.info.text_tokenizer import PROBE, TextTokenizer, load_tokenizer
@@ -62,6 +65,26 @@ def inputs_of(info: ModelInfo, n_ctx: int) -> dict[str, Tensor]:
         [torch.tensor([first] * len(twice)).long().view(len(twice), -1), twice], 1
     )
     return inputs
+
+
+def stored_tokens(run: RunDirectory) -> Tensor:
+    """The tokens of the first sequences of a run, `[sequence pos]`."""
+    of_untouched = data_path("sequences", "none", "")
+    paths = {
+        file.path
+        for commit in run.commits()
+        if commit.start < SEQUENCES
+        for file in commit.files
+        if file.path.startswith(of_untouched)
+    }
+    rows: dict[int, list[int]] = {}
+    for path in paths:
+        with open_whole(run.path / path) as file:
+            table = pq.read_table(file, columns=["sequence", "tokens"])
+        rows |= zip(table["sequence"].to_pylist(), table["tokens"].to_pylist(), strict=True)
+    if not rows:
+        raise RunError(f"{run.path}: has no sequences yet, under the intervention none")
+    return torch.tensor([rows[sequence] for sequence in sorted(rows)[:SEQUENCES]])
 
 
 def _documents() -> Iterator[str]:

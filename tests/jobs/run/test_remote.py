@@ -190,10 +190,10 @@ def test_a_plug_in_goes_with_the_job_and_with_the_one_that_resumes_it(
     plugin, at = tmp_path / "my_heads.py", ("--address", cluster)
     plugin.write_text(DELIMITERS)
     scan_file = tmp_path / "own.toml"
-    fields = f"out = '{tmp_path}/runs'\nplugins = ['{plugin}']\n"
+    fields = f"out = '{tmp_path}/runs'\n"
     fields += 'statistics = ["previous_delimiter_mass"]\n[input]'
     scan_file.write_text(SCAN.replace("[input]", fields))
-    name, _ = told("submit", str(scan_file), *at)
+    name, _ = told("submit", str(scan_file), "--plugin", str(plugin), *at)
     plugin.unlink()
     run = RunDirectory.of(f"{tmp_path}/runs", name)
     assert told("logs", name, "-f", *at)[1] == f"{name}: SUCCEEDED"

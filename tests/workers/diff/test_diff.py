@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import headcount
+from headcount.schemas.files.run_directory import RunDirectory
 from headcount.workers.diff.causes import CAUSES
 from headcount.workers.diff.number_grids import rounding_between
-from headcount.workers.diff.texts import tokenizer_causes
+from headcount.workers.diff.texts import stored_tokens, tokenizer_causes
 from headcount.workers.model.info.description import describe, find_model
 from tests.planted import planted_faults as planted
 from tests.toys import toy_models as toy
-from tests.toys.commands import Ended, ended, error_of
+from tests.toys.commands import Ended, ended, error_of, printed
 from tests.toys.model_families import prepare_libraries
 
 
@@ -53,7 +58,9 @@ def test_every_fault_that_is_planted_is_found_at_its_place_with_its_cause(
     (begins,) = said(end, "begins")
     assert begins.startswith("layer 1, q (self_attn.q_proj), head 2 of 4: by 0.1 of its size")
     assert said(end, "looks like") == ["scale: layer 1: q is 1.1 times A's in head 2"]
-    assert said(end, "heads")[0].startswith("L1H2 ")
+    (heads,) = said(end, "heads")
+    assert heads.startswith("L1H2 ")
+    assert re.search(r"above noise with q ≤ \S+\)$", heads)
     assert len(end.stdout.splitlines()) <= 20
     assert diff(llama, faulty, "--allow", "scale").code == 0
 
@@ -238,6 +245,41 @@ def refusals(llama: Path, tmp_path: Path) -> Any:
     return refused
 
 
+@pytest.mark.long
+def test_a_run_stands_for_its_model_and_has_the_input(llama: Path, tmp_path: Path) -> None:
+    fault = next(fault for fault in planted.FAULTS if fault.name == "a head of q by a tenth")
+    faulty = toy.copy_of(llama, tmp_path / "faulty", fault.change)
+    file = tmp_path / "both.toml"
+    file.write_text(
+        f'model = ["{llama}", "{faulty}"]\nout = "{tmp_path}/runs"\nn_ctx = 40\nsequences = 6\n'
+        'sequences_per_shard = 2\nstatistics = ["entropy"]\n[input]\nfamily = "uniform_random"\n'
+    )
+    printed("scan", file, "--replicas", "0")
+    with headcount.open(tmp_path / "runs") as runs:
+        ids = dict(runs.sql("SELECT model, run_id FROM runs").rows())
+        tokens = runs.sql(
+            f"SELECT tokens FROM sequences WHERE run_id = '{ids[str(llama)]}' ORDER BY sequence"
+        ).rows()
+    a, b = (RunDirectory.of(tmp_path / "runs", ids[str(model)]) for model in (llama, faulty))
+    assert stored_tokens(a).tolist() == [list(row) for (row,) in tokens]
+    end = diff(a.path, b.path)
+    assert said(end, "looks like") == ["scale: layer 1: q is 1.1 times A's in head 2"]
+    assert said(end, "input")[0].startswith(f"6 sequences of {a.run_id} of 40 of A's tokens")
+    # What it advises to ask for is there, of the head that changed.
+    (further,) = said(end, "further")
+    words = [*shlex.split(further)[1:], "--format", "csv"]
+    rows = [*csv.DictReader(ended(*words).stdout.splitlines())]
+    assert {row["other_run"] for row in rows} == {a.run_id}
+    assert any(float(row["change"]) for row in rows if (row["layer"], row["head"]) == ("1", "2"))
+    # One side may be a model; the same weights are the same.
+    end = diff(a.path, llama)
+    assert (end.code, said(end, "verdict")[0][:5]) == (0, "same:")
+    shutil.rmtree(faulty)
+    assert "; instead of the run name its model, where it lies now" in error_of(
+        "diff", a.path, b.path
+    )
+
+
 def test_what_cannot_be_compared_is_refused_in_a_line(
     llama: Path, refusals: Any, tmp_path: Path
 ) -> None:
@@ -252,7 +294,8 @@ def test_what_cannot_be_compared_is_refused_in_a_line(
     )
     assert error_of("diff", llama, tmp_path).startswith(f"{tmp_path}: no readable config.json")
     assert error_of("diff", "runs/run_id=one-1a2b3c4d", llama) == (
-        "A, runs/run_id=one-1a2b3c4d: is a run, expected a model; name the model of the run"
+        f"{Path.cwd()}/runs/run_id=one-1a2b3c4d: no manifest.json; expected the directory of a "
+        "run; bring back a copy"
     )
     assert error_of("diff", llama, llama, "--allow", "roundings").startswith(
         "--allow: unknown kind 'roundings': did you mean 'rounding'? Known: "
