@@ -178,6 +178,9 @@ class _DensePass:
         at = self.bridge.hook_name("q_normed", layer)
         if self.bridge.has_hook(at):
             yield at, self._record_normed
+        yield from self._hooks_of_rotations(layer)
+
+    def _hooks_of_rotations(self, layer: int) -> Iterator[tuple[str, Hook]]:
         for name in ("q", "k"):
             at = self.bridge.hook_name(f"rot_{name}", layer)
             if self.bridge.has_hook(at):
@@ -237,9 +240,7 @@ class _DensePass:
         by_head = value.unflatten(2, (n_heads, -1)) if value.dim() == 3 else value.transpose(1, 2)
         self.tensors["normed q"] = at_least_float32(by_head)
 
-    def _record_rotated(
-        self, name: str, layer: int, value: Tensor, hook: object
-    ) -> Tensor | None:
+    def _record_rotated(self, name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
         # q or k as it is multiplied takes the place of what it was before its rotation.
         if name == "q" and "q" in self.tensors:
             self.tensors["unrotated_q"] = self.tensors.get("normed q", self.tensors["q"])
