@@ -164,6 +164,7 @@ class CacheTrial:
             labelled = needle_in(draw, self._documents[document][number])
             names = np.array(labelled.names("text_needle"))
             if has_bos:
+                assert self.info.bos_token_id is not None
                 tokens[row, 0] = self.info.bos_token_id
             tokens[row, has_bos:] = labelled.tokens
             is_text[row, has_bos:] = names == ""

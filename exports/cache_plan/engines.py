@@ -12,13 +12,17 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from headcount.exports.cache_plan.plans import WHOLE, CachePlan, CacheShape, Choice, KVHead
 from headcount.exports.shared.registry import sparsity_of
+from headcount.workers.model.info.layer_types import layer_types_problem
+from headcount.workers.model.info.model_info import ModelInfo
 
 Unit = Literal["KV head", "layer", "model"]
 
@@ -56,6 +60,8 @@ class CacheEngine:
     whole: int = 0  # first positions that its formats leave as they are
     flags: Callable[[CachePlan, CacheShape], str] | None = None  # of its command line
     files: Callable[[CachePlan, CacheShape], Mapping[str, bytes]] | None = None
+    problem: Callable[[ModelInfo], str | None] = lambda _: None
+    """Why it cannot run a model with a plan; None if it can."""
 
     def choices(self, shape: CacheShape) -> list[Choice]:
         """Every single choice; none if it can only treat all of a model alike."""
@@ -148,6 +154,12 @@ def _flags_of_mlx(plan: CachePlan, shape: CacheShape) -> str:
     return f"--kv-bits {bits} --kv-group-size 64 --quantized-kv-start 0"
 
 
+def _problem_of_blocks(info: ModelInfo, block: int) -> str | None:
+    if info.d_head % block == 0:
+        return None
+    return f"heads of {info.d_head} numbers are not made of blocks of {block}"
+
+
 def _alternatives(unit: Unit, names: tuple[str, ...]) -> Iterator[Alternative]:
     for name in names:
         yield Alternative(unit, keys=name)
@@ -182,6 +194,7 @@ ENGINES = {
             takes="windows of layers, without first keys",
             alternatives=(Alternative("layer", window=True),),
             files=_config_of_transformers,
+            problem=lambda info: layer_types_problem(Path(info.path)),
         ),
         CacheEngine(
             name="vllm",
@@ -194,6 +207,7 @@ ENGINES = {
             takes="one type for all keys and one for all values",
             alternatives=tuple(_alternatives("model", ("q8_0", "q4_0"))),
             flags=_flags_of_llama_cpp,
+            problem=partial(_problem_of_blocks, block=32),
         ),
         CacheEngine(
             name="mlx",
@@ -203,6 +217,7 @@ ENGINES = {
                 for name in ("affine8", "affine4", "affine2")
             ),
             flags=_flags_of_mlx,
+            problem=partial(_problem_of_blocks, block=64),
         ),
     )
 }

@@ -58,6 +58,8 @@ class PlanRequest:
         )
         # Before the model is loaded: what is refused costs nothing.
         self._check_window(trial.n_ctx)
+        if (problem := self.engine.problem(trial.info)) is not None:
+            raise QueryError(f"--engine {self.engine.name}: {trial.info.name}: {problem}")
         pieces = trial.pieces
         identity = self._identity(trial)
         trial.known.update(self._known(identity))
