@@ -116,7 +116,7 @@ class Search:
         if not self.choices:
             return Found(self._best(tried), tried, {}, {}, None)
         start = self._start(tried)
-        alone = self._alone(start)
+        alone = self._alone()
         found = Found(None, tried, alone, self._p_alike(alone), None)
         if found.can_choose:
             tried += self._rounds(start, alone)
@@ -175,17 +175,14 @@ class Search:
         cheap = [point for point in uniform if point.cost <= free and self._is_allowed(point)]
         return min(cheap, key=lambda point: point.bytes_per_token, default=uniform[0])
 
-    def _alone(self, start: Point) -> dict[Choice, np.ndarray]:
-        """What each choice that saves bytes costs beside the start: `[sequence]`."""
-        plans = {choice: start.plan.with_choices(self.shape, [choice]) for choice in self.choices}
-        saving = [choice for choice, plan in plans.items() if plan != start.plan]
-
-        def costs(choice: Choice, count: int) -> np.ndarray:
-            before = self._costs(self._changes(start.plan, count))
-            return self._costs(self._changes(plans[choice], count)) - before
-
-        self.tell(f"{counted(len(saving), 'choice')}, each alone, on {self.few} sequences")
-        return {choice: costs(choice, self.few) for choice in saving}
+    def _alone(self) -> dict[Choice, np.ndarray]:
+        """What each choice costs alone: `[sequence]`."""
+        untouched = CachePlan.untouched(self.shape)
+        plans = {choice: untouched.with_choices(self.shape, [choice]) for choice in self.choices}
+        self.tell(f"{counted(len(plans), 'choice')}, each alone, on {self.few} sequences")
+        return {
+            choice: self._costs(self._changes(plan, self.few)) for choice, plan in plans.items()
+        }
 
     def _price(
         self, plan: CachePlan, choice: Choice, alone: dict[Choice, np.ndarray]
@@ -213,9 +210,7 @@ class Search:
         costs, current, tried, failures = dict(alone), start, list[Point](), 0
         most = max(1, -(-len(alone) // ROUNDS))
         size = most
-        while failures < MOST_FAILURES and not (
-            self._is_small(current) and self._is_allowed(start)
-        ):
+        while failures < MOST_FAILURES and not self._is_small(current):
             queue = [
                 choice
                 for choice in costs
