@@ -95,6 +95,10 @@ class CacheTrial:
         check_unembedding(replica.model)
         return replica
 
+    def run(self, count: int) -> None:
+        """Send some sequences through the model, to see how long that takes."""
+        self._measured(self.pieces["chooses"], "none", range(count))
+
     def own_windows(self) -> dict[int, int]:
         """The window that each layer has of itself, if it has one."""
         layers = self.info.attention_layers_or_all

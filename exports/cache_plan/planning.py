@@ -22,7 +22,7 @@ from headcount.jobs.bars import bar, waiting
 from headcount.jobs.plan.passes import seconds_of, words_of_passes
 from headcount.queries.commands.query import tell_user
 from headcount.schemas.errors import QueryError
-from headcount.schemas.places import write_whole
+from headcount.schemas.places import explained, write_whole
 from headcount.workers.cache_trial import SEEDS, CacheTrial
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, text_record
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
@@ -63,21 +63,15 @@ class PlanRequest:
         pieces = trial.pieces
         identity = self._identity(trial)
         trial.known.update(self._known(identity))
+        # A folder that cannot be written is refused before anything is paid for.
+        self._save(trial, identity)
         console = Console(stderr=True, highlight=False)
         with waiting(console, "loading the model"):
             shape = self._shape(trial)
-        search = Search(trial, self.engine, shape, self.goal, lambda words: tell_user(words))
+        search = Search(trial, self.engine, shape, self.goal, tell_user)
         passes = search.passes + (2 + MOST_POINTS) * len(pieces["reports"].tokens)
         with waiting(console, "timing the first passes"):
-            rows = pieces["chooses"].tokens
-
-            def run(count: int) -> None:
-                trial.measure("chooses", "none", count)
-                trial.known.pop("chooses none", None)
-
-            known = trial.known.get("chooses none", [])
-            seconds = seconds_of(run, min(2, len(rows)))
-            trial.known["chooses none"] = known
+            seconds = seconds_of(trial.run, min(2, len(pieces["chooses"].tokens)))
         tell_user(f"at most {words_of_passes(passes, trial.n_ctx, seconds)}")
         with self._kept(trial, identity, passes):
             found = search.run()
@@ -148,20 +142,21 @@ class PlanRequest:
             "folder, or say --replace"
         )
 
+    def _save(self, trial: CacheTrial, identity: Mapping[str, Any]) -> None:
+        """Write what is known so far."""
+        content = {**identity, "unfinished": "its search", "answers": trial.known}
+        self._write({PLAN: json.dumps(content, indent=1).encode()})
+
     def _write(self, files: Mapping[str, bytes]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_whole(self.folder / name, content)
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                write_whole(self.folder / name, content)
 
     @contextlib.contextmanager
     def _kept(self, trial: CacheTrial, identity: Mapping[str, Any], passes: int) -> Iterator[None]:
         """Show how far it is, and keep what is measured, whatever ends it."""
         done, saved = 0, time.monotonic()
-
-        def save() -> None:
-            content = {**identity, "unfinished": "its search", "answers": trial.known}
-            self._write({PLAN: json.dumps(content, indent=1).encode()})
-
         with bar(Console(stderr=True, highlight=False), "cache-plan", "cache-plan: ") as show:
 
             def passed(sequences: int) -> None:
@@ -169,14 +164,14 @@ class PlanRequest:
                 done += sequences
                 show(f"{done:,} of at most {passes:,} passes", min(1.0, done / passes))
                 if time.monotonic() > saved + SAVED_SECONDS:
-                    save()
+                    self._save(trial, identity)
                     saved = time.monotonic()
 
             trial.passed = passed
             try:
                 yield
             except BaseException:
-                save()
+                self._save(trial, identity)
                 raise
 
     # What is reported

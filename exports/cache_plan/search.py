@@ -134,7 +134,10 @@ class Search:
         return Measured(changed.text - full.text, changed.needle - full.needle, changed.recall)
 
     def _costs(self, changes: Measured) -> np.ndarray:
-        return changes.text + changes.needle if self.goal.recall else changes.text
+        if not self.goal.recall:
+            return changes.text
+        # Answers that are surer than with the whole cache pay for nothing.
+        return changes.text + changes.needle.clip(min=0)
 
     def _point(self, plan: CachePlan) -> Point:
         changes = self._changes(plan)

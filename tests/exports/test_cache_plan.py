@@ -255,3 +255,19 @@ def test_a_plan_of_other_questions_is_kept(home: Path):
     refused = error_of("cache-plan", "bundled:llama-mini", "-o", folder, "--loss", 1)
     assert "is a plan of other questions" in refused
     assert (folder / "plan.json").read_text() == '{"model": "another"}'
+
+
+@pytest.mark.long
+def test_what_was_measured_before_an_interrupt_is_not_measured_again(home: Path):
+    words = ("bundled:llama-mini", home / "begun", "--engine", "duo", "--bytes", 0.9)
+    _, plan = planned(*words)
+    answers = dict(list(plan["answers"].items())[:5])
+    begun = {name: plan[name] for name in plan if name != "answers"} | {"unfinished": "its search"}
+    # As it is left behind: some answers, and the first of one that has more.
+    name, rows = next(item for item in plan["answers"].items() if item[0] not in answers)
+    kept = answers | {name: [[9.0, 9.0, 0.0], *rows[1:2]]}
+    (home / "begun" / "plan.json").write_text(json.dumps(begun | {"answers": kept}))
+    _, again = planned(*words)
+    assert "unfinished" not in again
+    assert again["answers"][name] == [[9.0, 9.0, 0.0], *rows[1:]]
+    assert again["answers"].items() >= answers.items()
