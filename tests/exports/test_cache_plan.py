@@ -1,6 +1,7 @@
 """Plans of a cache: their bytes, what engines are told, and what is chosen for planted models."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from headcount.exports.cache_plan.engines import ENGINES
 from headcount.exports.cache_plan.plans import CachePlan, CacheShape, Choice, HeadCache
 from headcount.exports.cache_plan.search import p_alike
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.workers.cache_trial import CacheTrial
+from headcount.workers.cache_trial import CacheTrial, Pieces
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.description import find_model
 from tests.toys.commands import error_of, printed
-from tests.toys.toy_models import change_weights, copy_of
+from tests.toys.toy_models import change_weights, copy_of, family, save_model
 
 SHAPE = CacheShape(
     kv_heads=((0, 0), (0, 1), (2, 0), (2, 1)),
@@ -185,6 +186,47 @@ def test_a_model_whose_heads_are_all_alike_leaves_no_choice(home: Path):
     assert plan["plan"]["share"] == pytest.approx(28 / 256)
 
 
+def losses_of_text(model: Any, pieces: Pieces) -> np.ndarray:
+    """The mean loss of the text of each sequence in transformers: `[sequence]`."""
+    tokens = torch.from_numpy(pieces.tokens)
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits
+    losses = cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+    chosen = pieces.is_text[:, 1:]
+    return np.array(
+        [row[of_row].mean() for row, of_row in zip(losses.numpy(), chosen, strict=True)]
+    )
+
+
+@pytest.mark.long
+def test_transformers_loads_the_fields_of_its_config_and_loses_what_they_say(home: Path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = home / "qwen3"
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 257}
+    save_model(path, family("Qwen3Config", **sizes, max_position_embeddings=512))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(find_model("bundled:llama-mini"), name), path / name)
+    words = ("--engine", "transformers", "--bytes", 0.75, "--n-ctx", 248)
+    _, plan = planned(path, home / "layers", *words)
+    fields = json.loads((home / "layers" / "config.json").read_text())
+    windows = [f"{layer}-0" in plan["heads"] for layer in range(3)]
+    assert [kind == "sliding_attention" for kind in fields["layer_types"]] == windows
+    assert any(windows)
+    pieces = CacheTrial(str(path), [], n_ctx=248, sequences=4).pieces["reports"]
+    untouched, changed = (
+        losses_of_text(
+            AutoModelForCausalLM.from_pretrained(
+                path, config=AutoConfig.from_pretrained(path, **more), attn_implementation="eager"
+            ).double(),
+            pieces,
+        )
+        for more in ({}, fields)
+    )
+    assert (changed - untouched).mean() == pytest.approx(plan["plan"]["delta_nll"], abs=1e-6)
+    assert abs(plan["plan"]["delta_nll"]) > 1e-5
+
+
 @pytest.mark.long
 def test_transformers_loses_what_the_plan_says(home: Path):
     """Windows by masks of every head, and four bits by a hook of nothing of ours."""
@@ -204,17 +246,7 @@ def test_transformers_loses_what_the_plan_says(home: Path):
     behind = positions[:, None] - positions
     between = (behind >= 24) & (positions >= 4)
 
-    def losses() -> np.ndarray:
-        tokens = torch.from_numpy(pieces.tokens)
-        with torch.no_grad():
-            logits = model(tokens, use_cache=False).logits
-        each = cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
-        is_text = pieces.is_text[:, 1:]
-        return np.array(
-            [row[chosen].mean() for row, chosen in zip(each.numpy(), is_text, strict=True)]
-        )
-
-    untouched = losses()
+    untouched = losses_of_text(model, pieces)
 
     def with_mask(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         streams = torch.tensor([(layer, head // 2) in windows for head in range(8)])
@@ -224,7 +256,9 @@ def test_transformers_loses_what_the_plan_says(home: Path):
 
     for layer, block in enumerate(model.model.layers):
         block.self_attn.register_forward_pre_hook(partial(with_mask, layer), with_kwargs=True)
-    assert (losses() - untouched).mean() == pytest.approx(plan["plan"]["delta_nll"], abs=1e-5)
+    assert (losses_of_text(model, pieces) - untouched).mean() == pytest.approx(
+        plan["plan"]["delta_nll"], abs=1e-5
+    )
     points = plan["pareto"]
     assert [row["share"] for row in points] == sorted(
         (row["share"] for row in points), reverse=True
