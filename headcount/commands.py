@@ -27,6 +27,7 @@ PANELS = {
         "text": "queries.commands.text",
         "views": "queries.commands.query",
         "export": "exports.commands",
+        "cache-plan": "exports.commands",
     },
     "Runs": {
         "list": "jobs.commands.runs",

@@ -184,7 +184,7 @@ class HeadTrial:
         """Send some sequences through the model, to see how long that takes."""
         tokens = self._question("repeats", 0).tokens[:count]
         with self.replica.engine_under(NONE, None) as engine:
-            _recalls_and_losses(engine, Question(tokens, tokens >= 0), lambda _: None)
+            recalls_and_losses(engine, Question(tokens, tokens >= 0), lambda _: None)
 
     def passes(self, numbers: int) -> int:
         """How many passes a trial takes at most, with so many numbers of heads to try: 0 if the
@@ -376,7 +376,7 @@ class HeadTrial:
                 intervention = Intervention((InterventionPart("stream_other_heads", arguments),))
             question = self._question(task, seed)
             with self.replica.engine_under(intervention, None) as engine:
-                recalls, losses = _recalls_and_losses(engine, question, self.passed)
+                recalls, losses = recalls_and_losses(engine, question, self.passed)
             asks_needles = FIELDS[task] == "recall"
             self.known[key] = (recalls if asks_needles else losses).double().mean().item()
         return self.known[key]
@@ -436,7 +436,7 @@ def _judged(answers: Answers, tasks: Collection[Task]) -> Answers:
     return Answers(**{FIELDS[task]: getattr(answers, FIELDS[task]) for task in tasks})
 
 
-def _recalls_and_losses(
+def recalls_and_losses(
     engine: Engine, question: Question, passed: Callable[[int], None]
 ) -> tuple[Tensor, Tensor]:
     """Whether each token that is asked for is predicted first, and its loss."""

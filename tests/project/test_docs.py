@@ -33,7 +33,7 @@ LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([\w-]+))?\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 """A block of code."""
 
-COMMAND = re.compile(r"\s*headcount (corpus [a-z]+|reproduce texts|[a-z]+)\b([^#]*)")
+COMMAND = re.compile(r"\s*headcount (corpus [a-z]+|reproduce texts|[a-z]+(?:-[a-z]+)?)\b([^#]*)")
 """A command of headcount at the beginning of a line of code, without a remark behind it."""
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

@@ -210,6 +210,8 @@ class _ForwardPass:
         q_rotated = rotated(q, weights.rotated, weights.rotary_base, positions)
         k_rotated = rotated(k, weights.rotated, weights.rotary_base, positions)
         k_rotated = self.changed("k_rotated", number, k_rotated)
+        # Turned back, so that keys are those that queries meet.
+        k = rotated(k_rotated, weights.rotated, weights.rotary_base, -positions)
         scores, pattern = self.pattern(number, q_rotated, k_rotated)
         self.known |= {"q_rotated": q_rotated, "k_rotated": k_rotated, "pattern": pattern}
         z_before_change = self.changed("z_before_change", number, pattern @ v)

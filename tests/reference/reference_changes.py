@@ -492,10 +492,65 @@ def stream_other_heads(
 def stream_groups(
     value: Array, place: Place, untouched: Weights, sink: int, recent: int, groups: int, chosen: str
 ) -> Array:
-    digits, size = (groups + 3) // 4, len(value) // groups
-    of_layer = chosen[1:][place.layer * digits :][:digits] or "0"
-    bits = f"{int(of_layer, 16):0{groups}b}"[::-1]
-    return streamed(value, sink, recent, lambda h: bits[h // size] == "1")
+    return streamed(
+        value,
+        sink,
+        recent,
+        lambda head: in_group(head, len(value), place.layer, groups, chosen),
+    )
+
+
+def in_group(head: int, n_heads: int, layer: int, groups: int, chosen: str) -> bool:
+    """Whether a head is in one of the groups that a text names."""
+    digits, size = (groups + 3) // 4, n_heads // groups
+    of_layer = chosen[1:][layer * digits :][:digits] or "0"
+    return f"{int(of_layer, 16):0{groups}b}"[::-1][head // size] == "1"
+
+
+@of("k_rotated")
+def store_keys(
+    value: Array, place: Place, untouched: Weights, name: str, whole: int, groups: int, chosen: str
+) -> Array:
+    for head in range(len(value)):
+        if in_group(head, len(value), place.layer, groups, chosen):
+            for position in range(whole, value.shape[1]):
+                value[head, position] = STORED[name](value[head, position])
+    return value
+
+
+@of("v")
+def store_values(
+    value: Array, place: Place, untouched: Weights, name: str, whole: int, groups: int, chosen: str
+) -> Array:
+    return store_keys(value, place, untouched, name, whole, groups, chosen)
+
+
+def as_fp8(row: Array) -> Array:
+    """Three binary digits behind the first; below 2^-6 in steps of 2^-9; 448 at most."""
+    exponents = np.floor(np.log2(np.maximum(np.abs(row), 2.0**-6)))
+    steps = 2.0 ** (exponents - 3)
+    return np.clip(np.round(row / steps) * steps, -448, 448)
+
+
+def as_q8_0(row: Array) -> Array:
+    scale = np.abs(row).max() / 127
+    return np.round(row / scale) * float(np.float16(scale))
+
+
+def as_q4_0(row: Array) -> Array:
+    scale = row[np.abs(row).argmax()] / -8
+    return (np.clip(np.floor(row / scale + 8.5), 0, 15) - 8) * float(np.float16(scale))
+
+
+STORED: dict[str, Callable[[Array], Array]] = {
+    "fp8": as_fp8,
+    "q8_0": as_q8_0,
+    "q4_0": as_q4_0,
+    "affine8": lambda row: quantised(row, 8),
+    "affine4": lambda row: quantised(row, 4),
+    "affine2": lambda row: quantised(row, 2),
+}
+"""Heads of toys are narrower than any block."""
 
 
 def streamed(value: Array, sink: int, recent: int, streams: Callable[[int], bool]) -> Array:

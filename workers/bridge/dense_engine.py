@@ -178,10 +178,23 @@ class _DensePass:
         at = self.bridge.hook_name("q_normed", layer)
         if self.bridge.has_hook(at):
             yield at, self._record_normed
+        yield from self._hooks_of_rotations(layer)
+
+    def _hooks_of_rotations(self, layer: int) -> Iterator[tuple[str, Hook]]:
         for name in ("q", "k"):
             at = self.bridge.hook_name(f"rot_{name}", layer)
             if self.bridge.has_hook(at):
-                yield at, partial(self._record_rotated, name)
+                yield at, partial(self._record_rotated, name, layer)
+            elif name == "k" and self.changes.touch("rot_k", layer):
+                if self.model.rotary:
+                    raise ModelError(
+                        f"{self.model.info.name}: TransformerLens does not show the keys of layer "
+                        f"{layer} after their rotation, so they cannot be changed; use engine = "
+                        "'fused'"
+                    )
+                # Hooks of one place run in order: this is what a change of k has left.
+                at = self.bridge.hook_name("k", layer)
+                yield at, partial(self._record_rotated, name, layer)
 
     # TransformerLens calls hooks as `hook(value, hook=place)`. It puts what they return in the
     # place of the activation, and leaves the activation as it is if they return None.
@@ -227,11 +240,13 @@ class _DensePass:
         by_head = value.unflatten(2, (n_heads, -1)) if value.dim() == 3 else value.transpose(1, 2)
         self.tensors["normed q"] = at_least_float32(by_head)
 
-    def _record_rotated(self, name: str, value: Tensor, hook: object) -> None:
+    def _record_rotated(self, name: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
         # q or k as it is multiplied takes the place of what it was before its rotation.
         if name == "q" and "q" in self.tensors:
             self.tensors["unrotated_q"] = self.tensors.get("normed q", self.tensors["q"])
-        self.tensors[name] = at_least_float32(value)
+        changed = self._change("rot_k", layer, value, hook) if name == "k" else None
+        self.tensors[name] = at_least_float32(value if changed is None else changed)
+        return changed
 
     def _end_layer(self, layer: int, value: Tensor, hook: object) -> Tensor | None:
         changed = self._change_and_record("resid_post", layer, value, hook)

@@ -19,6 +19,7 @@ CHANGEABLE_ACTIVATIONS: dict[str, str] = {
     "q": "queries before any rotation [batch pos head d_head]",
     "k": "keys before any rotation [batch pos head d_head]",
     "v": "values [batch pos head d_head]",
+    "rot_k": "keys after any rotation, as queries meet them [batch pos head d_head]",
     "attn_scores": "scores, scaled; those of future keys are masked afterwards [batch head query "
     "key]",
     "pattern": "attention pattern [batch head query key]",

@@ -170,6 +170,8 @@ class FusedPass:
                 for name, projection in (("q", q), ("k", k), ("v", v))
             }
             self.activations |= projections
+            projections["k"] = self.change("rot_k", projections["k"])
+            self.activations["k"] = projections["k"]
             q, k, v = (projection.transpose(1, 2) for projection in projections.values())
             z = self.change("z", self._attention(q, k, v, facts))
             self.activations["z"] = z

@@ -44,6 +44,11 @@ def _hides_nothing(options: Mapping[str, Any], n_ctx: int) -> str | None:
 
 def _refused_groups(options: Mapping[str, Any], n_ctx: int) -> str | None:
     """The same for groups of heads."""
+    return problem_of_groups(options) or _hides_nothing(options, n_ctx)
+
+
+def problem_of_groups(options: Mapping[str, Any]) -> str | None:
+    """Why a text names no groups, or not in its one form; None if it does."""
     groups, chosen = options["groups"], options["chosen"]
     named = groups_of(groups, chosen)
     if not named or chosen != groups_text(groups, named):
@@ -51,7 +56,7 @@ def _refused_groups(options: Mapping[str, Any], n_ctx: int) -> str | None:
             f"chosen: expected x, then {-(-groups // 4)} hexadecimal digits below 2^{groups} for "
             f"each layer up to the last chosen one, got {chosen}"
         )
-    return _hides_nothing(options, n_ctx)
+    return None
 
 
 def _streaming(options: Mapping[str, Any], info: ModelInfo, chosen: bool) -> Streaming:

@@ -132,6 +132,17 @@ def text_needle(
     return _lay_out(draw, _text_window(draw, text, length), facts, questions, depth)
 
 
+def needle_in(draw: Draw, tokens: np.ndarray) -> Labelled:
+    """A sentence in the first of some tokens, and a question, as `text_needle` has them."""
+    tokenizer = draw.load_tokenizer()
+    key, value = (str(draw.rng.choice(words)) for words in (KEYS, VALUES))
+    question = QUESTION.replace("{key}", key)
+    fact = _fact_of_text(tokenizer, FACT.replace("{key}", key), question, value)
+    parts = (fact.before, fact.value, fact.after, fact.question, fact.value)
+    length = _haystack_length(draw, 1, 1, sum(map(len, parts)))
+    return _lay_out(draw, tokens[:length], [fact], 1, None)
+
+
 def _lay_out(
     draw: Draw, haystack: np.ndarray, facts: list[Fact], questions: int, depth: float | None
 ) -> Labelled:

@@ -1,0 +1,292 @@
+"""A plan from what a user asks for to its files: measured, kept on the way, and reported."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+
+from headcount.exports.cache_plan.engines import CacheEngine
+from headcount.exports.cache_plan.plans import CacheShape
+from headcount.exports.cache_plan.search import LEAST_RECALL, SURE, Found, Goal, Point, Search
+from headcount.exports.formats.windows.window_choice import cost
+from headcount.exports.shared.confirmation import SAVED_SECONDS
+from headcount.jobs.bars import bar, waiting
+from headcount.jobs.plan.passes import seconds_of, words_of_passes
+from headcount.queries.commands.query import tell_user
+from headcount.schemas.errors import QueryError
+from headcount.schemas.places import explained, write_whole
+from headcount.workers.cache_trial import SEEDS, CacheTrial
+from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, text_record
+from headcount.workers.provenance.code_fingerprint import code_fingerprint
+
+PLAN = "plan.json"
+
+MOST_POINTS = 8  # of a Pareto table
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a user wants to have planned."""
+
+    model: str
+    engine: CacheEngine
+    goal: Goal
+    texts: Sequence[str]
+    n_ctx: int | None
+    sequences: int
+    recent: int
+    device: Literal["auto", "cpu", "cuda"]
+    folder: Path
+    replace: bool
+
+    def made(self) -> dict[str, Any]:
+        """Measure and write it; returns what plan.json says."""
+        trial = CacheTrial(
+            self.model,
+            self.texts,
+            n_ctx=self.n_ctx,
+            sequences=self.sequences,
+            device=self.device,
+        )
+        # Before the model is loaded: what is refused costs nothing.
+        self._check_window(trial.n_ctx)
+        if (problem := self.engine.problem(trial.info)) is not None:
+            raise QueryError(f"--engine {self.engine.name}: {trial.info.name}: {problem}")
+        pieces = trial.pieces
+        identity = self._identity(trial)
+        trial.known.update(self._known(identity))
+        # A folder that cannot be written is refused before anything is paid for.
+        self._save(trial, identity)
+        console = Console(stderr=True, highlight=False)
+        with waiting(console, "loading the model"):
+            shape = self._shape(trial)
+        search = Search(trial, self.engine, shape, self.goal, tell_user)
+        passes = search.passes + (2 + MOST_POINTS) * len(pieces["reports"].tokens)
+        with waiting(console, "timing the first passes"):
+            seconds = seconds_of(trial.run, min(2, len(pieces["chooses"].tokens)))
+        tell_user(f"at most {words_of_passes(passes, trial.n_ctx, seconds)}")
+        with self._kept(trial, identity, passes):
+            found = search.run()
+            facts = self._facts(trial, shape, search, found)
+        content = {**identity, **facts, "answers": trial.known}
+        files = {PLAN: json.dumps(content, indent=1).encode()}
+        if found.chosen is not None and self.engine.files is not None:
+            files |= self.engine.files(found.chosen.plan, shape)
+        self._write(files)
+        return content
+
+    def _check_window(self, n_ctx: int) -> None:
+        kept = self.engine.sink + self.recent
+        has_windows = any(each.window for each in self.engine.alternatives)
+        if has_windows and kept >= n_ctx:
+            raise QueryError(
+                f"--window {self.recent}: with the first {self.engine.sink} keys a head keeps all "
+                f"of {n_ctx} tokens; expected less, or a larger --n-ctx"
+            )
+
+    def _shape(self, trial: CacheTrial) -> CacheShape:
+        info = trial.info
+        n_kv_heads = info.n_kv_heads or info.n_heads
+        return CacheShape(
+            kv_heads=tuple(
+                (layer, head)
+                for layer in info.attention_layers_or_all
+                for head in range(n_kv_heads)
+            ),
+            n_kv_heads=n_kv_heads,
+            d_head=info.d_head,
+            n_ctx=trial.n_ctx,
+            sink=self.engine.sink,
+            recent=self.recent,
+            whole=self.engine.whole,
+            own_windows=trial.own_windows(),
+        )
+
+    def _identity(self, trial: CacheTrial) -> dict[str, Any]:
+        """What answers rest on: only those to the same questions can be used again."""
+        return {
+            "model": trial.info.name,
+            "sha256": trial.info.sha256,
+            "code": code_fingerprint(),
+            "n_ctx": trial.n_ctx,
+            "sequences": {half: len(each.tokens) for half, each in trial.pieces.items()},
+            "needle_seeds": dict(SEEDS),
+            "texts": [text_record(text) for text in self.texts or [BUNDLED_LICENSE]],
+        }
+
+    def _known(self, identity: Mapping[str, Any]) -> dict[str, list[list[float]]]:
+        """What an earlier command with the same questions has measured."""
+        file = self.folder / PLAN
+        if not file.is_file():
+            return {}
+        try:
+            before = json.loads(file.read_text())
+            differing = [name for name, fact in identity.items() if before.get(name) != fact]
+            answers = before["answers"]
+        except (ValueError, LookupError, AttributeError):
+            differing, answers = ["its form"], {}
+        if not differing:
+            return answers
+        if self.replace:
+            return {}
+        raise QueryError(
+            f"{file}: is a plan of other questions ({', '.join(differing)} differ); choose another "
+            "folder, or say --replace"
+        )
+
+    def _save(self, trial: CacheTrial, identity: Mapping[str, Any]) -> None:
+        """Write what is known so far."""
+        content = {**identity, "unfinished": "its search", "answers": trial.known}
+        self._write({PLAN: json.dumps(content, indent=1).encode()})
+
+    def _write(self, files: Mapping[str, bytes]) -> None:
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                write_whole(self.folder / name, content)
+
+    @contextlib.contextmanager
+    def _kept(self, trial: CacheTrial, identity: Mapping[str, Any], passes: int) -> Iterator[None]:
+        """Show how far it is, and keep what is measured, whatever ends it."""
+        done, saved = 0, time.monotonic()
+        with bar(Console(stderr=True, highlight=False), "cache-plan", "cache-plan: ") as show:
+
+            def passed(sequences: int) -> None:
+                nonlocal done, saved
+                done += sequences
+                show(f"{done:,} of at most {passes:,} passes", min(1.0, done / passes))
+                if time.monotonic() > saved + SAVED_SECONDS:
+                    self._save(trial, identity)
+                    saved = time.monotonic()
+
+            trial.passed = passed
+            try:
+                yield
+            except BaseException:
+                self._save(trial, identity)
+                raise
+
+    # What is reported
+
+    def _facts(
+        self, trial: CacheTrial, shape: CacheShape, search: Search, found: Found
+    ) -> dict[str, Any]:
+        full = search.full_bytes
+        points = pareto(found.tried)
+        if found.chosen is not None and found.chosen not in points:
+            points = sorted([*points, found.chosen], key=lambda point: -point.bytes_per_token)
+        rows = [self._reported(trial, shape, point, full) for point in points]
+        chosen = None if found.chosen is None else rows[points.index(found.chosen)]
+        heads = {} if found.chosen is None else found.chosen.plan.facts(shape)
+        flags = None
+        if found.chosen is not None and self.engine.flags is not None:
+            flags = self.engine.flags(found.chosen.plan, shape)
+        alone = [
+            {
+                "kind": choice.kind,
+                "heads": [f"{layer}-{head}" for layer, head in choice.heads],
+                "cost": float(costs.mean()),
+                "sequences": len(costs),
+            }
+            for choice, costs in found.alone.items()
+        ]
+        return {
+            "engine": self.engine.name,
+            "goal": self.goal._asdict(),
+            "window": {"sink": shape.sink, "recent": shape.recent, "whole": shape.whole},
+            "bytes_per_token_whole": full,
+            "plan": chosen,
+            "heads": heads,
+            "flags": flags,
+            "pareto": rows,
+            "alone": alone,
+            "p_alike": found.p_alike,
+            "can_choose": found.can_choose,
+            "stability": found.stability and found.stability.facts,
+        }
+
+    def _reported(
+        self, trial: CacheTrial, shape: CacheShape, point: Point, full: float
+    ) -> dict[str, Any]:
+        """A plan as the documents that report have it."""
+        text = point.plan.intervention(shape)
+        untouched, changed = (trial.measure("reports", name) for name in ("none", text))
+        documents = trial.pieces["reports"].documents
+        recall, whole = (cost(each.recall, documents) for each in (changed, untouched))
+        return {
+            "bytes_per_token": point.bytes_per_token,
+            "share": point.bytes_per_token / full,
+            **cost(changed.text - untouched.text, documents),
+            "recall": recall["delta_nll"],
+            "recall_error": recall["standard_error"],
+            "recall_whole": whole["delta_nll"],
+            "where_chosen": {"delta_nll": point.loss, "recall": point.recall},
+            "intervention": text,
+        }
+
+
+def pareto(tried: Sequence[Point]) -> list[Point]:
+    """The plans that none undercuts in both bytes and cost, the largest first; some of many."""
+    best: list[Point] = []
+    for point in sorted(tried, key=lambda each: (each.bytes_per_token, each.cost)):
+        if not best or point.cost < best[-1].cost:
+            best.append(point)
+    best.reverse()
+    if len(best) > MOST_POINTS:
+        places = np.linspace(0, len(best) - 1, MOST_POINTS).round().astype(int)
+        best = [best[place] for place in places.tolist()]
+    return best
+
+
+def lines_of(content: Mapping[str, Any]) -> list[str]:
+    """What a plan says, in lines."""
+    from headcount.queries.ask.text_tables import text_table
+
+    def error(value: float | None) -> str:
+        return "?" if value is None or np.isnan(value) else f"{value:.2g}"
+
+    rows = [
+        (
+            f"{row['bytes_per_token']:,.0f}",
+            f"{100 * row['share']:.1f}",
+            f"{row['delta_nll']:+.4f} ± {error(row['standard_error'])}",
+            f"{row['recall']:.2f} ± {error(row['recall_error'])}",
+            "the plan" if row == content["plan"] else "",
+        )
+        for row in content["pareto"]
+    ]
+    lines = [
+        text_table(["bytes_per_token", "percent", "loss_rises_by", "recall", ""], rows).rstrip()
+    ]
+    goal, plan = content["goal"], content["plan"]
+    if not content["can_choose"]:
+        smallest = min(content["p_alike"].values())
+        lines.append(
+            f"cannot choose: heads and layers cost the same within their errors (p {smallest:.2g} "
+            f"of {len(content['p_alike'])} kinds, expected {SURE} or less in all), so only plans "
+            "that treat all alike are left; more --sequences may tell them apart"
+        )
+    if plan is None:
+        asked = [] if goal["loss"] is None else [f"a loss of at most {goal['loss']:+g}"]
+        asked += [] if goal["share"] is None else [f"{goal['share']:.0%} of the bytes"]
+        asked += [f"{LEAST_RECALL:.0%} of the recall"] if goal["recall"] else []
+        lines.append(f"no plan that was tried has {' and '.join(asked)}; ask for less")
+        return lines
+    if plan["intervention"] == "none":
+        lines.append("the plan leaves the cache as it is: everything that was tried costs more")
+    if content["stability"]:
+        facts = {name: fact for name, fact in content["stability"].items() if name != "verdict"}
+        from headcount.exports.shared.certainty import Stability
+
+        lines.append(f"choices alone are {Stability(**facts)}")
+    if content["flags"]:
+        lines.append(f"{content['engine']}: {content['flags']}")
+    return lines
