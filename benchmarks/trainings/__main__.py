@@ -1,0 +1,69 @@
+"""What alarms find in tiny trainings: `python -m benchmarks.trainings record|calibrate|judge DIR`.
+
+`record` runs 60 sound trainings and 40 with planted faults, each some seconds on one core, and
+keeps what was measured in DIR. `calibrate` writes the thresholds of the rules from half of the
+sound ones. `judge` says what the rules find in all others, and `--page` writes it into the guide.
+"""
+
+import argparse
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.trainings.judge import calibrate, judged, table, write_page
+from benchmarks.trainings.plan import TRAININGS
+from benchmarks.trainings.training import Recording, run
+from headcount.workers.process import prepare_process
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Record, calibrate or judge."""
+    prepare_process()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("record", "calibrate", "judge"))
+    parser.add_argument("directory", type=Path, help="where the recordings lie")
+    parser.add_argument("--page", action="store_true", help="write the table into the guide")
+    options = parser.parse_args(arguments)
+    if options.what == "record":
+        record(options.directory)
+        return
+    recordings = read(options.directory)
+    if options.what == "calibrate":
+        calibrate(recordings)
+    else:
+        found = judged(recordings)
+        print(table(found))
+        if options.page:
+            write_page(found)
+
+
+def record(directory: Path) -> None:
+    """Run the trainings that the directory does not have."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, training in enumerate(TRAININGS):
+        file = directory / f"{training.key}.pickle"
+        if file.exists():
+            continue
+        recording = run(training)
+        file.write_bytes(pickle.dumps(recording))
+        print(
+            f"{number + 1} of {len(TRAININGS)}  {recording.seconds:4.1f} s  {training.name}",
+            flush=True,
+        )
+
+
+def read(directory: Path) -> list[Recording]:
+    """The recordings of all trainings, in their order."""
+    files = [directory / f"{training.key}.pickle" for training in TRAININGS]
+    return [pickle.loads(file.read_bytes()) for file in files if file.exists()]
+
+
+if __name__ == "__main__":
+    main()
