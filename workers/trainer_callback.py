@@ -31,12 +31,13 @@ from headcount.schemas.watch.rules import WATCHED
 from headcount.workers.measure_api import GIVEN, measure, whole_sequences
 from headcount.workers.watching import (
     OnAlarm,
+    Sample,
     Watcher,
     facts_of,
     logged,
-    packed_row,
     refuse_sharded,
     ring,
+    sample_of,
 )
 
 SAME_WEIGHTS = 1e-3  # how far a statistic of the same weights may differ on another device
@@ -81,7 +82,7 @@ class MeasureCallback(TrainerCallback):
         self.on_error = on_error
         self._watcher = Watcher()
         self._trainer: Any = None  # the Trainer that calls; none if something else does
-        self._packed: dict[str, Any] | None = None  # a sequence of documents as it is trained on
+        self._sample = Sample()  # of what the model is trained on
         self.has_failed = False  # whether it has warned, and measures no more
         self._tables: dict[int, pa.Table] = {}
 
@@ -104,8 +105,7 @@ class MeasureCallback(TrainerCallback):
             return
         step = state.global_step
         self.has_failed = False
-        self._trainer, self._packed = _calling_trainer(), None
-        self._keep_packed_row_of(model)
+        self._trainer, self._sample = _calling_trainer(), Sample()
         # What a training that is resumed had measured beyond its checkpoint is measured again.
         self._tables = {before: rows for before, rows in self._tables.items() if before < step}
         files = self._files_of_steps()
@@ -127,6 +127,22 @@ class MeasureCallback(TrainerCallback):
         self._watcher = Watcher([measured_step(rows["step"][0].as_py(), rows) for rows in earlier])
         self._keep(step, rows, [file for other, file in files.items() if other > step])
         self._tell(step, rows, control)
+
+    def on_step_begin(  # noqa: D102
+        self, args: object, state: TrainerState, control: TrainerControl, **others: object
+    ) -> None:
+        is_measured = (state.global_step + 1) % self.every == 0
+        if self.has_failed or not is_measured or not state.is_world_process_zero:
+            return
+        model = others["model"]
+        assert isinstance(model, nn.Module)
+
+        def keep(module: nn.Module, arguments: object, inputs: dict[str, Any]) -> None:
+            hook.remove()
+            self._sample = sample_of(inputs)
+
+        # A Trainer does not show its callbacks the batch.
+        hook = model.register_forward_pre_hook(keep, with_kwargs=True)
 
     def on_step_end(  # noqa: D102
         self, args: object, state: TrainerState, control: TrainerControl, **others: object
@@ -153,7 +169,7 @@ class MeasureCallback(TrainerCallback):
     def _measured(self, model: object, step: int) -> pa.Table:
         assert isinstance(model, nn.Module)
         rows = measure(model, self.tokens, self.statistics, run_id=f"step-{step}")
-        rows = facts_of(model, self._packed).added_to(rows)
+        rows = facts_of(model, self._sample).added_to(rows)
         return rows.append_column("step", pa.array(np.full(rows.num_rows, step, np.int64)))
 
     def _tell(self, step: int, rows: pa.Table, control: TrainerControl) -> None:
@@ -167,7 +183,7 @@ class MeasureCallback(TrainerCallback):
             return
         for alarm in new:
             ring(alarm, self.on_alarm)
-        if new and self.on_alarm == "stop":
+        if self.on_alarm == "stop" and not all(alarm.is_notice for alarm in new):
             control.should_training_stop = True
 
     def _log(self, noted: MeasuredStep, control: TrainerControl) -> None:
@@ -178,16 +194,6 @@ class MeasureCallback(TrainerCallback):
         wishes_to_log = control.should_log
         self._trainer.log(numbers | {"heads/alarms": float(len(self._watcher.rung))})
         control.should_log = wishes_to_log
-
-    def _keep_packed_row_of(self, model: nn.Module) -> None:
-        """Keep a sequence of the first step, if documents share it."""
-
-        def keep(module: nn.Module, arguments: object, inputs: dict[str, Any]) -> None:
-            if module.training:
-                self._packed = packed_row(inputs)
-                hook.remove()
-
-        hook = model.register_forward_pre_hook(keep, with_kwargs=True)
 
     def _keep(self, step: int, rows: pa.Table, replaced: Sequence[Place] = ()) -> None:
         """Keep the rows of a step, in `out` too, where they take the place of later steps."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -60,19 +61,20 @@ def watch(
 ) -> dict[str, float]:
     """Measure the heads of a model in training, ring if a rule does, and return what to log.
 
-    `tokens` are `[sequence pos]`, the same each time. `batch` are the inputs of a training step,
-    whose documents are then checked. `on_alarm` is "warn", "stop", which raises, or a function of
-    an alarm. The dictionary has the mean and largest of each statistic over the heads, and the head
-    of the largest; with `layers` also the mean of each layer: `heads/sink_mass/mean`, `…/layer_0`.
+    `tokens` are `[sequence pos]`, the same each time. `batch` are the inputs of this training
+    step, for the rules on data and documents. `on_alarm` is "warn", "stop", which raises, or a
+    function of an alarm. The dictionary has the mean and largest of each statistic over the heads,
+    and the head of the largest; with `layers` also the mean of each layer:
+    `heads/sink_mass/mean`, `…/layer_0`.
     """
     modules = unwrapped(model)
     refuse_sharded(modules)
     rows = measure(modules, tokens, WATCHED, run_id=f"step-{step}")
-    row = None if batch is None else packed_row(batch)
-    noted = measured_step(step, facts_of(modules, row).added_to(rows))
+    sample = Sample() if batch is None else sample_of(batch)
+    noted = measured_step(step, facts_of(modules, sample).added_to(rows))
     watcher = _WATCHERS.setdefault(modules, Watcher())
     for alarm in watcher.note(noted):
-        if on_alarm == "stop":
+        if on_alarm == "stop" and not alarm.is_notice:
             raise MeasureError(str(alarm))
         ring(alarm, on_alarm)
     return logged(noted, layers) | {"heads/alarms": float(len(watcher.rung))}
@@ -117,51 +119,66 @@ def refuse_sharded(modules: nn.Module) -> None:
             )
 
 
-# Facts of a model
+# Facts of a model and of what it is trained on
 
 
-def facts_of(model: nn.Module, packed: Mapping[str, Any] | None = None) -> Facts:
-    """What a model says of itself now; `packed` is a sequence of documents as it is trained on."""
+@dataclass(frozen=True)
+class Sample:
+    """What is kept of a training step's inputs."""
+
+    repeated: float | None = None  # share of the tokens that were in their sequence before
+    packed: Mapping[str, Any] | None = None  # the inputs of one sequence that has documents
+
+
+def facts_of(model: nn.Module, sample: Sample) -> Facts:
+    """What a model says of itself now, and of what it is trained on."""
     # In float64, so that a weight whose norm stays the same has stayed the same.
     norms = {
         name: float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
         for name, weight in model.named_parameters()
     }
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-    leak = None if packed is None else leak_between(model, packed)
-    return Facts(norms, frozen, _untied(model), leak)
+    leak = None if sample.packed is None else leak_between(model, sample.packed)
+    return Facts(norms, frozen, _untied(model), leak, sample.repeated)
 
 
 def _untied(model: Any) -> float | None:  # noqa: ANN401 - of whatever library
     """How far the unembedding is from the embedding, where the config says that they are one."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return None
-    parts = (model.get_input_embeddings(), model.get_output_embeddings())
-    if None in parts:
-        return None
-    embedding, unembedding = (part.weight.detach() for part in parts)
+    both = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, unembedding = (part.weight.detach() for part in both)
     return float((embedding - unembedding).norm() / embedding.norm())
 
 
-def packed_row(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One sequence of a batch that has several documents, with what comes with it; None without.
+def sample_of(batch: Mapping[str, Any]) -> Sample:
+    """What is kept of the inputs of a training step; nothing if they are no tokens.
 
     Documents begin where `position_ids` begin again.
     """
-    tokens, positions = batch.get("input_ids"), batch.get("position_ids")
-    if not isinstance(tokens, Tensor) or not isinstance(positions, Tensor) or tokens.dim() != 2:
-        return None
-    starts = (positions == 0).expand(len(tokens), -1).sum(1)
-    if starts.max() < 2:
-        return None
-    row = int(starts.argmax())
-    return {
+    tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        return Sample()
+    is_text = isinstance(mask, Tensor) and mask.shape == tokens.shape
+    texts = [row[mask[number] != 0] if is_text else row for number, row in enumerate(tokens)]
+    distinct = sum(len(text.unique()) for text in texts)
+    repeated = 1 - distinct / max(1, sum(map(len, texts)))
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor):
+        return Sample(repeated)
+    positions = positions.expand(len(tokens), -1)
+    documents = (positions == 0).sum(1)
+    if documents.max() < 2:
+        return Sample(repeated)
+    row = int(documents.argmax())
+    packed = {
         name: value[row : row + 1].clone()
         if isinstance(value, Tensor) and value.dim() and len(value) == len(tokens)
         else value
-        for name, value in batch.items()
+        for name, value in {**batch, "position_ids": positions}.items()
         if name != "labels"
-    } | {"position_ids": positions.expand(len(tokens), -1)[row : row + 1].clone()}
+    }
+    return Sample(repeated, packed)
 
 
 def leak_between(model: Any, packed: Mapping[str, Any]) -> float:  # noqa: ANN401 - likewise

@@ -1,4 +1,5 @@
-"""What alarms find in tiny trainings: `python -m benchmarks.trainings record|calibrate|judge DIR`.
+"""What alarms find in tiny trainings: `python -m benchmarks.trainings record|calibrate|judge DIR`,
+and what they cost: `python -m benchmarks.trainings price`.
 
 `record` runs 60 sound trainings and 40 with planted faults, each some seconds on one core, and
 keeps what was measured in DIR. `calibrate` writes the thresholds of the rules from half of the
@@ -15,6 +16,7 @@ import transformers
 
 from benchmarks.trainings.judge import calibrate, judged, table, write_page
 from benchmarks.trainings.plan import TRAININGS
+from benchmarks.trainings.price import price
 from benchmarks.trainings.training import Recording, run
 from headcount.workers.process import prepare_process
 
@@ -25,10 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("record", "calibrate", "judge"))
-    parser.add_argument("directory", type=Path, help="where the recordings lie")
+    parser.add_argument("what", choices=("record", "calibrate", "judge", "price"))
+    parser.add_argument(
+        "directory",
+        type=Path,
+        nargs="?",
+        default=Path("trainings"),
+        help="where the recordings lie",
+    )
     parser.add_argument("--page", action="store_true", help="write the table into the guide")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.what == "price":
+        print(price())
+        return
     if options.what == "record":
         record(options.directory)
         return
@@ -44,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def record(directory: Path) -> None:
     """Run the trainings that the directory does not have."""
-    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     directory.mkdir(parents=True, exist_ok=True)
     for number, training in enumerate(TRAININGS):

@@ -76,7 +76,8 @@ def judged(recordings: Sequence[Recording]) -> list[Judgement]:
         training = recording.training
         if training in CALIBRATING:
             continue
-        rang = tuple((alarm.rule, alarm.step) for alarm in alarms(recording.measured))
+        rung = [alarm for alarm in alarms(recording.measured) if not alarm.is_notice]
+        rang = tuple((alarm.rule, alarm.step) for alarm in rung)
         edge = bands[training.architecture, training.data]
         beyond = np.flatnonzero(_smooth(recording.losses) > edge)
         # What was wrong before the fault began is none of it.

@@ -18,7 +18,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "large heads": ("score_growth", "entropy_collapse"),
     "bf16 state": ("lost_updates",),
     "documents see each other": ("document_leak",),
-    "bad shard": ("induction_loss", "sink_onset"),
+    "bad shard": ("data_change", "induction_loss"),
     "tied head broken": ("tied_head",),
     "dead head": ("head_death",),
     "frozen layer": ("frozen_layer",),
@@ -45,6 +45,8 @@ def faulty() -> list[Training]:
             rate = RATES[1 + number % 2]
             if fault == "rate too high":
                 rate = (0.03, 0.05, 0.1, 0.2, 0.05)[number]
+            if fault == "large heads":
+                rate = 0.01
             begins = BEGINNINGS.get(fault, (0,) * 5)[number]
             trainings.append(Training(architecture, data, rate, 100 + number, fault, begins))
     return trainings

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.trainings.data import D_VOCAB, DATA, DOCUMENT, N_CTX, bad_shard
+from benchmarks.trainings.data import D_VOCAB, DATA, DOCUMENT, N_CTX, Phrases, Repeats, bad_shard
 from headcount import measure
 from headcount.schemas.watch.history import MeasuredStep, measured_step
 from headcount.schemas.watch.rules import WATCHED
-from headcount.workers.watching import facts_of, packed_row
+from headcount.workers.watching import facts_of, sample_of
 
 STEPS, EVERY, SEQUENCES = 200, 10, 16
 WARMUP = 15  # steps until the learning rate is whole
@@ -57,7 +57,7 @@ class Recording:
     seconds: float
 
 
-def make_model(training: Training) -> Any:
+def make_model(training: Training) -> Any:  # noqa: ANN401 - of two libraries' classes
     """The model before its first step."""
     is_large = training.fault == "large heads"
     n_heads, d_head = (LARGE_HEADS, LARGE_D_HEAD) if is_large else (N_HEADS, D_HEAD)
@@ -81,7 +81,7 @@ def make_model(training: Training) -> Any:
     return model
 
 
-def layers_of(model: Any) -> nn.ModuleList:
+def layers_of(model: Any) -> nn.ModuleList:  # noqa: ANN401 - likewise
     """The layers of a model."""
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
@@ -110,7 +110,7 @@ def run(training: Training) -> Recording:
             rows = measure(model, tokens, WATCHED)
             step_of_rows = measured_step(step, rows)
             measured.append(
-                MeasuredStep(step, step_of_rows.heads, facts_of(model, packed_row(inputs)))
+                MeasuredStep(step, step_of_rows.heads, facts_of(model, sample_of(inputs)))
             )
         if step == STEPS:
             break
@@ -128,7 +128,9 @@ def run(training: Training) -> Recording:
     return Recording(training, measured, losses, time.process_time() - start)
 
 
-def batch(training: Training, step: int, data: Any, generator: torch.Generator) -> dict[str, Any]:
+def batch(
+    training: Training, step: int, data: Repeats | Phrases, generator: torch.Generator
+) -> dict[str, Any]:
     """What one step is trained on."""
     tokens = data.draw(SEQUENCES, generator)
     if training.fault == "bad shard" and training.begins <= step < training.begins + STEPS // 5:
@@ -150,7 +152,7 @@ def batch(training: Training, step: int, data: Any, generator: torch.Generator) 
 Planted = Callable[[Any, torch.optim.Optimizer], Callable[[], None]]
 
 
-def break_tie(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def break_tie(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:  # noqa: ANN401 - likewise
     """Give the unembedding weights of its own, which are trained too."""
     own = nn.Parameter(model.lm_head.weight.detach().clone())
     model.lm_head.weight = own
@@ -158,7 +160,7 @@ def break_tie(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None
     return lambda: None
 
 
-def kill_head(model: Any, _: torch.optim.Optimizer) -> Callable[[], None]:
+def kill_head(model: Any, _: torch.optim.Optimizer) -> Callable[[], None]:  # noqa: ANN401 - likewise
     """Hold the output weights of one head at 0."""
     attention = layers_of(model)[1]
     is_gpt2 = hasattr(attention, "attn")
@@ -173,7 +175,7 @@ def kill_head(model: Any, _: torch.optim.Optimizer) -> Callable[[], None]:
     return hold
 
 
-def freeze_layer(model: Any, _: torch.optim.Optimizer) -> Callable[[], None]:
+def freeze_layer(model: Any, _: torch.optim.Optimizer) -> Callable[[], None]:  # noqa: ANN401 - likewise
     """Train all layers but one."""
     layers_of(model)[1].requires_grad_(False)
     return lambda: None

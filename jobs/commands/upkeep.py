@@ -300,5 +300,5 @@ def watch(
     rang = alarms(measured)
     write = watching.as_json if as_json else watching.report
     print(write(rang, measured))
-    if rang:
+    if not all(alarm.is_notice for alarm in rang):
         sys.exit(3)

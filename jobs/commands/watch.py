@@ -127,12 +127,12 @@ def _rows(file: Place) -> pa.Table:
 
 
 def report(rang: Sequence[Alarm], measured: Sequence[MeasuredStep]) -> str:
-    """What rang, a paragraph each; or that nothing did."""
+    """How much rang in how many steps, then what, a line each."""
     steps = sorted(each.step for each in measured)
-    span = f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
-    if not rang:
-        return f"no alarm in {span}"
-    return "\n".join([f"{counted(len(rang), 'alarm')} in {span}", *map(str, rang)])
+    notices = sum(alarm.is_notice for alarm in rang)
+    counts = f"{counted(len(rang) - notices, 'alarm')} and {counted(notices, 'notice')}"
+    first = f"{counts} in {counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
+    return "\n".join([first, *map(str, rang)])
 
 
 def as_json(rang: Sequence[Alarm], measured: Sequence[MeasuredStep]) -> str:

@@ -26,14 +26,16 @@ class Alarm:
     meaning: str
     advice: str
     source: str
+    is_notice: bool  # whether it happens in sound pretraining too, and should stop nothing
 
     def __str__(self) -> str:
         named = ", ".join(self.heads[:MOST_NAMED]) or "the model"
         others = len(self.heads) - MOST_NAMED
         more = f" and {others} more" if others > 0 else ""
         side = "above" if RULES[self.rule].rings == "above" else "below"
+        kind = "notice: " if self.is_notice else ""
         return (
-            f"{self.rule} at step {self.step}, {named}{more}: {self.meaning} "
+            f"{kind}{self.rule} at step {self.step}, {named}{more}: {self.meaning} "
             f"({self.value:.3g}, {side} {self.threshold:.3g}). What people did: {self.advice} "
             f"[{self.source}]"
         )
@@ -75,6 +77,7 @@ def _first(rule: Rule, history: History) -> Alarm | None:
     return Alarm(
         rule.name, history.steps[first], float(furthest(values)), rule.threshold,
         tuple(_names(rings[first], history.n_layers)), rule.meaning, rule.advice, rule.source,
+        rule.is_notice,
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ class Facts:
     """How far the unembedding is from the embedding, as a share; None if not tied by the config."""
     leak: float | None = None
     """How far predictions in one document follow another one's tokens; None without documents."""
+    repeated: float | None = None
+    """Share of the tokens of a training batch that were in their sequence before."""
 
     def text(self) -> str:
         """As JSON, for the file of a step."""

@@ -21,6 +21,8 @@ from headcount.schemas.watch.history import History, layer_of
 
 THRESHOLDS = Path(__file__).parent / "thresholds.csv"
 
+LEAST_BATCHES, LEAST_SPREAD = 4, 0.02  # before data are said to have changed
+
 Readings = Callable[[History], np.ndarray]
 
 
@@ -35,6 +37,7 @@ class Rule:
     least: float  # what an extreme is taken for that is smaller
     advice: str  # what people did about it
     source: str
+    is_notice: bool  # whether it happens in sound pretraining too: it is told, and stops nothing
     readings: Readings
 
     @property
@@ -84,12 +87,13 @@ def rule(
     least: float = 0.0,
     advice: str,
     source: str,
+    is_notice: bool = False,
 ) -> Callable[[Readings], Readings]:
     """Register a rule: its name is the function's, its meaning the docstring's first line."""
 
     def register(readings: Readings) -> Readings:
         name = readings.__name__
-        RULES[name] = Rule(name, reads, rings, margin, least, advice, source, readings)
+        RULES[name] = Rule(name, reads, rings, margin, least, advice, source, is_notice, readings)
         return readings
 
     return register
@@ -143,9 +147,10 @@ def head_death(history: History) -> np.ndarray:
 
 @rule(
     "sink_mass",
-    advice="expected once, early in pretraining; later look at the data: heads rest if there is "
-    "nothing to find",
+    advice="nothing early in pretraining, where it comes once; later look at the data, as heads "
+    "rest where nothing can be found",
     source="Xiao et al. 2023, arXiv 2309.17453; Gu et al. 2024, arXiv 2410.10781",
+    is_notice=True,
 )
 def sink_onset(history: History) -> np.ndarray:
     """The heads of a layer come to rest on the first token.
@@ -175,6 +180,7 @@ def sink_loss(history: History) -> np.ndarray:
     "resid_post_norm",
     advice="give heads a bias or a gate to rest on, if later the model is to be quantised",
     source="Sun et al. 2024, arXiv 2402.17762",
+    is_notice=True,
 )
 def massive_growth(history: History) -> np.ndarray:
     """The residual stream at the first token outgrows the others.
@@ -201,6 +207,26 @@ def induction_loss(history: History) -> np.ndarray:
     best = scores.max(axis=(1, 2), keepdims=True)
     fallen = np.maximum.accumulate(scores) - scores
     return np.minimum(fallen, np.maximum.accumulate(best) - best)
+
+
+@rule(
+    advice="look at the data that were read at this step, and skip them",
+    source="Chowdhery et al. 2022, arXiv 2204.02311: batches were skipped at loss spikes",
+)
+def data_change(history: History) -> np.ndarray:
+    """Training reads data of another kind than before.
+
+    |r - m| / max(s, 0.02), r = share of a batch's tokens that were in their sequence before, m and
+    s its mean and standard deviation at earlier steps, of which there must be at least 4.
+    """
+    repeated = np.array([each.facts.repeated for each in history.measured], float)
+    readings = np.full((len(repeated), 1, 1), np.nan)
+    for place, share in enumerate(repeated):
+        earlier = repeated[:place][~np.isnan(repeated[:place])]
+        if len(earlier) >= LEAST_BATCHES:
+            spread = max(float(earlier.std()), LEAST_SPREAD)
+            readings[place] = abs(share - earlier.mean()) / spread
+    return readings
 
 
 @rule(
