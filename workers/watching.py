@@ -159,8 +159,9 @@ def sample_of(batch: Mapping[str, Any]) -> Sample:
     tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         return Sample()
-    is_text = isinstance(mask, Tensor) and mask.shape == tokens.shape
-    texts = [row[mask[number] != 0] if is_text else row for number, row in enumerate(tokens)]
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+        mask = torch.ones_like(tokens)
+    texts = [row[is_text != 0] for row, is_text in zip(tokens, mask, strict=True)]
     distinct = sum(len(text.unique()) for text in texts)
     repeated = 1 - distinct / max(1, sum(map(len, texts)))
     positions = batch.get("position_ids")

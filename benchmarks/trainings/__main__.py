@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import transformers
+from transformers.utils import logging
 
 from benchmarks.trainings.judge import calibrate, judged, table, write_page
 from benchmarks.trainings.plan import TRAININGS
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def record(directory: Path) -> None:
     """Run the trainings that the directory does not have."""
-    transformers.logging.set_verbosity_error()
+    logging.set_verbosity_error()
     directory.mkdir(parents=True, exist_ok=True)
     for number, training in enumerate(TRAININGS):
         file = directory / f"{training.key}.pickle"

@@ -10,18 +10,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from headcount import MeasureCallback, watch
 
-SIZES = {"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256, "vocab_size": 1024}
-BATCH, ROUNDS = 8, 5
+D_VOCAB, N_CTX, BATCH, ROUNDS = 1024, 256, 8, 5
 TARGET = 0.02  # share of a training's time
 
 
 def price() -> str:
     """Steps and measurements in turns, and the share of the time that measuring takes."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None))
+    config = GPT2Config(
+        n_layer=6, n_head=6, n_embd=384, n_positions=N_CTX, vocab_size=D_VOCAB, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    shape = BATCH, SIZES["n_positions"]
-    batch, tokens = torch.randint(SIZES["vocab_size"], (2, *shape))
+    batch, tokens = torch.randint(D_VOCAB, (2, BATCH, N_CTX))
     inputs = {"input_ids": batch, "labels": batch}
 
     def train() -> None:
@@ -43,7 +45,7 @@ def price() -> str:
     parameters = sum(weight.numel() for weight in model.parameters())
     verdict = "met" if ratio / every <= TARGET else "missed"
     return (
-        f"{parameters / 1e6:.1f} M parameters, batch and tokens {shape}: a step takes "
+        f"{parameters / 1e6:.1f} M parameters, {BATCH} x {N_CTX} tokens: a step takes "
         f"{median(steps):.2f} s, a measurement {median(measurements):.2f} s, {ratio:.2f} steps "
         f"(median of {ROUNDS} rounds); the first, which prepares, {first:.1f} s. "
         f"Every {every} steps that is {ratio / every:.2%} of the training; target "

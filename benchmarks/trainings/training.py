@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from benchmarks.trainings.data import D_VOCAB, DATA, DOCUMENT, N_CTX, Phrases, Repeats, bad_shard
 from headcount import measure
@@ -81,9 +82,9 @@ def make_model(training: Training) -> Any:  # noqa: ANN401 - of two libraries' c
     return model
 
 
-def layers_of(model: Any) -> nn.ModuleList:  # noqa: ANN401 - likewise
+def layers_of(model: Any) -> list[Any]:  # noqa: ANN401 - likewise
     """The layers of a model."""
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    return [*(model.transformer.h if hasattr(model, "transformer") else model.model.layers)]
 
 
 def run(training: Training) -> Recording:

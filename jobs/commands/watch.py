@@ -17,7 +17,7 @@ from headcount.jobs.bars import bar
 from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.filled_tables import HEADS
-from headcount.schemas.places import Place, absolute, names
+from headcount.schemas.places import Place, absolute, names, unread
 from headcount.schemas.scans.scan import read_fields
 from headcount.schemas.scans.training_step import training_step
 from headcount.schemas.watch.alarms import Alarm
@@ -44,14 +44,27 @@ def measured_steps(directory: str, scan: Path | None, runs: str) -> list[Measure
     them, those that are new. Of runs, those whose model has a step are read.
     """
     where = absolute(directory)
-    step_files = [name for name in names(where) if STEP_FILE.fullmatch(name)]
+    try:
+        listed = names(where)
+    except OSError as error:
+        raise unread(where, error) from None
+    step_files = [name for name in listed if STEP_FILE.fullmatch(name)]
     if step_files:
         tables = [_rows(where / name) for name in step_files]
         return [measured_step(rows["step"][0].as_py(), rows) for rows in tables]
     checkpoints = _checkpoints(where)
     if checkpoints:
         return _of_checkpoints(checkpoints, _fields(scan), f"{where.name}-watch", runs)
-    return _of_runs(where)
+    if "manifest.json" in listed or any(name.startswith("run_id=") for name in listed):
+        return _of_runs(where)
+    raise _nothing(where)
+
+
+def _nothing(where: Place) -> RunError:
+    return RunError(
+        f"{where}: expected checkpoints such as checkpoint-500, runs of such, or files that "
+        "MeasureCallback(out=…) wrote, and found none of them"
+    )
 
 
 def _checkpoints(where: Place) -> dict[int, Path]:
@@ -102,10 +115,7 @@ def _of_runs(where: Place) -> list[MeasuredStep]:
             )
         runs[step] = run
     if not runs:
-        raise RunError(
-            f"{where}: expected checkpoints such as checkpoint-500, runs of such, or files that "
-            "MeasureCallback(out=…) wrote, and found none of them"
-        )
+        raise _nothing(where)
     return [measured_step(step, _rows_of(run)) for step, run in runs.items()]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import distributed
 
 import headcount
 from headcount.schemas.watch.alarms import Alarm
@@ -138,14 +137,14 @@ def test_a_sample_counts_what_repeats_but_not_the_padding() -> None:
 
 
 def test_sharded_weights_are_refused_in_one_line_before_the_first_step(tmp_path: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed import device_mesh, fsdp
 
-    distributed.init_process_group(
-        "gloo", rank=0, world_size=1, store=distributed.FileStore(str(tmp_path / "store"), 1)
-    )
+    distributed: Any = torch.distributed
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         model: Any = toy_model()
-        fully_shard(model, mesh=distributed.init_device_mesh("cpu", (1,)))
+        fsdp.fully_shard(model, mesh=device_mesh.init_device_mesh("cpu", (1,)))
         with pytest.raises(headcount.Error, match=r"sharded; save whole .* watch DIR") as refusal:
             headcount.watch(model, TOKENS, 0)
     finally:
