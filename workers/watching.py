@@ -28,6 +28,8 @@ OnAlarm: TypeAlias = Literal["warn", "stop"] | Callable[[Alarm], object]
 
 FLAT = ("FullyShardedDataParallel", "FlatParameter")  # names of classes of FSDP 1
 
+NARROW = (torch.bfloat16, torch.float16)  # formats in which small updates are rounded away
+
 
 class Watcher:
     """The measured steps of one training, and the rules that have rung in it."""
@@ -137,9 +139,13 @@ def facts_of(model: nn.Module, sample: Sample) -> Facts:
         name: float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
         for name, weight in model.named_parameters()
     }
-    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    narrow = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and weight.dtype in NARROW
+    ]
     leak = None if sample.packed is None else leak_between(model, sample.packed)
-    return Facts(norms, frozen, _untied(model), leak, sample.repeated)
+    return Facts(norms, narrow, _untied(model), leak, sample.repeated)
 
 
 def _untied(model: Any) -> float | None:  # noqa: ANN401 - of whatever library

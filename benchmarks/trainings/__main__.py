@@ -3,7 +3,7 @@ and what they cost: `python -m benchmarks.trainings price`.
 
 `record` runs 60 sound trainings and 40 with planted faults, each some seconds on one core, and
 keeps what was measured in DIR. `calibrate` writes the thresholds of the rules from half of the
-sound ones. `judge` says what the rules find in all others, and `--page` writes it into the guide.
+sound ones. `judge` says what the rules find in all others: the table of docs/guide/training.md.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from benchmarks.trainings.judge import calibrate, judged, table, write_page
+from benchmarks.trainings.judge import calibrate, judged, table
 from benchmarks.trainings.plan import TRAININGS
 from benchmarks.trainings.price import price
 from benchmarks.trainings.training import Recording, run
@@ -35,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=Path("trainings"),
         help="where the recordings lie",
     )
-    parser.add_argument("--page", action="store_true", help="write the table into the guide")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.what == "price":
@@ -48,10 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.what == "calibrate":
         calibrate(recordings)
     else:
-        found = judged(recordings)
-        print(table(found))
-        if options.page:
-            write_page(found)
+        print(table(judged(recordings)))
 
 
 def record(directory: Path) -> None:

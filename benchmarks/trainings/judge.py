@@ -1,11 +1,9 @@
 """The thresholds from sound trainings, and what the rules find in others."""
 
 import csv
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -15,8 +13,6 @@ from benchmarks.trainings.training import EVERY, STEPS, Recording
 from headcount.schemas.watch.alarms import alarms, readings_of
 from headcount.schemas.watch.history import History
 from headcount.schemas.watch.rules import RULES, THRESHOLDS
-
-RESULTS = Path(__file__).parents[1] / "results" / "trainings.json"
 
 CALIBRATING = SOUND[::2]
 """Half of the sound trainings, of every architecture, data set and rate."""
@@ -37,7 +33,8 @@ def calibrate(recordings: Sequence[Recording]) -> None:
                 readings = readings_of(rule, History(recording.measured))
                 if readings is not None and not np.isnan(readings).all():
                     extremes.append(sign * float(np.nanmax(sign * readings)))
-            extreme = sign * max(sign * value for value in extremes)
+            # No sound training is in half precision.
+            extreme = sign * max((sign * value for value in extremes), default=0)
             beyond = max(extreme, rule.least) * rule.margin
             threshold = beyond if sign > 0 else extreme / rule.margin
             writer.writerow((rule.name, f"{extreme:.4g}", len(extremes), f"{threshold:.3g}"))
@@ -141,8 +138,3 @@ def table(judgements: Sequence[Judgement]) -> str:
     rows += [f"\n{each.name}: {each.rang}, loss left {each.left}" for each in alarmed]
     rows += [f"\nnot named: {each.name}: {each.rang}" for each in faulty if each.named_at is None]
     return "\n".join(rows)
-
-
-def write_page(judgements: Sequence[Judgement]) -> None:
-    """Keep the results, from which the guide's table is written."""
-    RESULTS.write_text(json.dumps([each.__dict__ for each in judgements], indent=1) + "\n")

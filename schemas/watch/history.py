@@ -27,8 +27,8 @@ class Facts:
 
     norms: Mapping[str, float] = field(default_factory=dict[str, float])
     """Norm of each weight, in float64, by its name: the same number means the same weight."""
-    frozen: Sequence[str] = ()
-    """Names of the weights that are not trained."""
+    narrow: Sequence[str] = ()
+    """Names of the weights that are trained in a format of half precision."""
     untied: float | None = None
     """How far the unembedding is from the embedding, as a share; None if not tied by the config."""
     leak: float | None = None

@@ -21,7 +21,7 @@ from headcount.schemas.watch.history import History, layer_of
 
 THRESHOLDS = Path(__file__).parent / "thresholds.csv"
 
-LEAST_BATCHES, LEAST_SPREAD = 4, 0.02  # before data are said to have changed
+LEAST_BATCHES, LEAST_SPREAD = 8, 0.02  # before data are said to have changed
 
 Readings = Callable[[History], np.ndarray]
 
@@ -131,7 +131,7 @@ def entropy_collapse(history: History) -> np.ndarray:
 @rule(
     "head_result_norm",
     rings="below",
-    margin=5,
+    margin=10,
     advice="look for a mask, a pruning or a broken shard of a checkpoint that holds the head at 0; "
     "go back to before it",
     source="Voita et al. 2019, arXiv 1905.09418: pruned heads",
@@ -147,6 +147,7 @@ def head_death(history: History) -> np.ndarray:
 
 @rule(
     "sink_mass",
+    least=0.2,  # tiny models have no sinks to move
     advice="nothing early in pretraining, where it comes once; later look at the data, as heads "
     "rest where nothing can be found",
     source="Xiao et al. 2023, arXiv 2309.17453; Gu et al. 2024, arXiv 2410.10781",
@@ -163,6 +164,7 @@ def sink_onset(history: History) -> np.ndarray:
 
 @rule(
     "sink_mass",
+    least=0.2,  # tiny models have no sinks to move
     advice="look whether sequences still begin as before: with the same first token, and uncut",
     source="Xiao et al. 2023, arXiv 2309.17453",
 )
@@ -194,6 +196,7 @@ def massive_growth(history: History) -> np.ndarray:
 
 @rule(
     "induction_score",
+    least=0.1,
     advice="look at the data since then, and go back to before them",
     source="Olsson et al. 2022, arXiv 2209.11895",
 )
@@ -210,6 +213,7 @@ def induction_loss(history: History) -> np.ndarray:
 
 
 @rule(
+    least=4,  # what batches of one data set reach by chance
     advice="look at the data that were read at this step, and skip them",
     source="Chowdhery et al. 2022, arXiv 2204.02311: batches were skipped at loss spikes",
 )
@@ -217,7 +221,7 @@ def data_change(history: History) -> np.ndarray:
     """Training reads data of another kind than before.
 
     |r - m| / max(s, 0.02), r = share of a batch's tokens that were in their sequence before, m and
-    s its mean and standard deviation at earlier steps, of which there must be at least 4.
+    s its mean and standard deviation at earlier steps, of which there must be at least 8.
     """
     repeated = np.array([each.facts.repeated for each in history.measured], float)
     readings = np.full((len(repeated), 1, 1), np.nan)
@@ -284,9 +288,10 @@ def frozen_layer(history: History) -> np.ndarray:
 def lost_updates(history: History) -> np.ndarray:
     """Weights of a layer stay the same because their format is too narrow for the updates.
 
-    Share of the layer's trained weights that are as at the step before, if not all are.
+    Share of the layer's weights, of those trained in half precision, that are as at the step
+    before, if not all are.
     """
-    unchanged = _unchanged(history, trained=True)
+    unchanged = _unchanged(history, narrow=True)
     return np.where(unchanged == 1, np.nan, unchanged)
 
 
@@ -312,17 +317,20 @@ WATCHED = sorted({statistic for each in RULES.values() for statistic in each.rea
 """The statistics that the rules read."""
 
 
-def _unchanged(history: History, trained: bool = False) -> np.ndarray:
-    """Share of each layer's weights that are as at the step before, `[step layer 1]`."""
+def _unchanged(history: History, narrow: bool = False) -> np.ndarray:
+    """Share of each layer's weights that are as at the step before, `[step layer 1]`.
+
+    With `narrow`, of those that are trained in half precision.
+    """
     names, norms = history.norms()
     shares = np.full((len(norms), history.n_layers, 1), np.nan)
     is_same = norms[1:] == norms[:-1]
-    frozen = {name for each in history.measured for name in each.facts.frozen if trained}
+    of_narrow = {*history.measured[-1].facts.narrow}
     for layer in range(history.n_layers):
         places = [
             place
             for place, name in enumerate(names)
-            if layer_of(name) == layer and name not in frozen
+            if layer_of(name) == layer and (name in of_narrow or not narrow)
         ]
         if places:
             shares[1:, layer, 0] = is_same[:, places].mean(axis=1)

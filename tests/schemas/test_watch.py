@@ -113,10 +113,11 @@ def test_a_layer_that_stops_changing_is_frozen() -> None:
 
 def test_updates_are_lost_where_some_trained_weights_stay() -> None:
     steps = [norms(1, 1, 1, 1, 1), norms(2, 1, 2, 2, 1)]
-    alarm = only(history(steps))
+    narrow = [Facts(each.norms, narrow=list(each.norms)) for each in steps]
+    alarm = only(history(narrow))
     assert (alarm.rule, alarm.step, alarm.heads, alarm.value) == ("lost_updates", 10, ("L0",), 0.5)
-    frozen = [Facts(each.norms, frozen=["h.0.ln.weight"]) for each in steps]
-    assert alarms(history(frozen)) == []
+    # In float32, what stays the same has a gradient of 0.
+    assert alarms(history(steps)) == []
 
 
 def test_weights_of_an_earlier_step_are_found() -> None:
@@ -131,10 +132,10 @@ def test_facts_of_the_weights_and_of_the_data_ring() -> None:
     assert only(history(grown)).rule == "tied_head"
     leaking = [Facts({"h.0.w": 1.0}), Facts({"h.0.w": 2.0}, leak=0.2)]
     assert only(history(leaking)).rule == "document_leak"
-    shares = [0.5, 0.52, 0.48, 0.5, 0.51, 0.99]
+    shares = [0.5, 0.52, 0.48, 0.5, 0.51, 0.5, 0.49, 0.5, 0.99]
     data = [Facts({"h.0.w": step + 1.0}, repeated=share) for step, share in enumerate(shares)]
     alarm = only(history(data))
-    assert (alarm.rule, alarm.step) == ("data_change", 50)
+    assert (alarm.rule, alarm.step) == ("data_change", 80)
 
 
 def test_rows_become_heads_and_carry_their_facts() -> None:

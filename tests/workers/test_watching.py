@@ -46,6 +46,7 @@ def kill_a_head(model: Any) -> None:
         model.transformer.h[0].attn.c_proj.weight[:d_head] = 0
 
 
+@pytest.mark.long
 def test_tensorboard_has_what_was_measured_beside_the_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,16 @@ def test_an_alarm_stops_the_training_and_a_resumed_one_does_not_ring_again(tmp_p
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     training(tmp_path, going_on, model).train(resume_from_checkpoint=str(checkpoint))
     assert rang == []
+
+
+def test_the_trainer_logs_beside_the_losses(tmp_path: Path) -> None:
+    trainer = training(tmp_path, headcount.MeasureCallback(TOKENS, every=2))
+    trainer.train()
+    history = trainer.state.log_history
+    assert [each["step"] for each in history if "loss" in each] == [1, 2, 3, 4, 5, 6]
+    logged = [each for each in history if "heads/sink_mass/mean" in each]
+    assert [each["step"] for each in logged] == [0, 2, 4, 6]
+    assert {each["heads/alarms"] for each in logged} == {0}
 
 
 def test_a_loop_of_ones_own_gets_the_same_and_may_be_stopped() -> None:
