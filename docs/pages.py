@@ -34,6 +34,7 @@ from headcount.schemas.measured_heads import Head
 from headcount.schemas.registry import REQUIRED, Option, options_of, prose_of
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.values import in_toml, range_of
+from headcount.schemas.watch.rules import RULES, calibrations
 from headcount.workers.engine.changes import CHANGEABLE_ACTIVATIONS
 from headcount.workers.inputs import INPUTS, InputFamily
 from headcount.workers.inputs.corpus.corpus import choice
@@ -664,6 +665,23 @@ def _query(query: NamedQuery, answer: re.Match[str] | None) -> str:
     return "\n".join(parts)
 
 
+def training_page(page: str) -> str:
+    """The guide to trainings, with the table of the rules and what they found when calibrated."""
+    rows = [
+        [
+            f"`{rule.name}`{' (notice)' if rule.is_notice else ''}",
+            rule.meaning.removesuffix("."),
+            ", ".join(f"`{statistic}`" for statistic in rule.reads) or "weights or data",
+            f"{'>' if rule.rings == 'above' else '<'} {rule.threshold:g}",
+            f"{calibrations()[rule.name].extreme:g} in {calibrations()[rule.name].trainings}",
+            f"{rule.advice} ({rule.source})",
+        ]
+        for rule in RULES.values()
+    ]
+    head = ["rule", "what it says", "reads", "rings", "in sound trainings", "what people did"]
+    return MARKED.sub(lambda _: table_rows([head, ["---"] * len(head), *rows]), page)
+
+
 PAGES: dict[str, Callable[[str], str]] = {
     **{kind.page: lambda page, kind=kind: formulas_page(page, kind.values()) for kind in KINDS},
     "interventions.md": interventions_page,
@@ -673,6 +691,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "commands.md": lambda page: MARKED.sub(lambda _: commands_reference(), page),
     "scan.md": scan_page,
     "queries.md": queries_page,
+    "../guide/training.md": training_page,
 }
 """What makes a page anew from the page as it is."""
 

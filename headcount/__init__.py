@@ -42,18 +42,21 @@ if TYPE_CHECKING:
     from headcount.workers.model.info.bundled_models import BUNDLED as bundled
     from headcount.workers.tensor_statistics import attention_statistics
     from headcount.workers.trainer_callback import MeasureCallback
+    from headcount.workers.watching import watch
 
     app: typer.Typer
     __version__: str
 
 __all__ = [
-    "open", "measure", "attention_statistics", "scan", "bundled", "MeasureCallback", "Error",
+    "open", "measure", "watch", "attention_statistics", "scan", "bundled", "MeasureCallback",
+    "Error",
 ]  # fmt: skip
 
 NAMES = {
     "open": ("queries.api", "Runs"),
     "scan": ("jobs.api", "run_scan"),
     "measure": ("workers.measure_api", "measure"),
+    "watch": ("workers.watching", "watch"),
     "attention_statistics": ("workers.tensor_statistics", "attention_statistics"),
     "bundled": ("workers.model.info.bundled_models", "BUNDLED"),
     "MeasureCallback": ("workers.trainer_callback", "MeasureCallback"),

@@ -19,6 +19,7 @@ PANELS = {
         "corpus": "jobs.commands.corpus",
         "doctor": "jobs.commands.upkeep",
         "diff": "jobs.commands.upkeep",
+        "watch": "jobs.commands.upkeep",
     },
     "Ask": {
         "query": "queries.commands.query",

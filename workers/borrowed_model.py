@@ -74,7 +74,7 @@ class BorrowedModel:
         vars(self.model).pop("circuit", None)
         with (
             # A copy evaluates as it is.
-            _evaluating(modules) if self.is_bridge else nullcontext(),
+            evaluating(modules) if self.is_bridge else nullcontext(),
             # Training code may cast all products around this call.
             torch.autocast(self.device, enabled=False),
             _current(self.model.device),
@@ -198,12 +198,13 @@ def _of_bridge(bridge: Any) -> Model:  # noqa: ANN401 - TransformerBridge is imp
     shape: dict[str, Any] = {name: int(getattr(bridge.cfg, name)) for name in SHAPE}
     name = str(bridge.cfg.model_name)
     info = ModelInfo(name, name, "bridge", "", **shape, bos_token_id=None, eos_token_id=None)
-    with _evaluating(bridge):
+    with evaluating(bridge):
         return model_of(info, modules_of_bridge(name, bridge), "raw")
 
 
 @contextmanager
-def _evaluating(modules: nn.Module) -> Iterator[None]:
+def evaluating(modules: nn.Module) -> Iterator[None]:
+    """Within it, modules evaluate. Each is left in its mode."""
     is_training = {part: part.training for part in modules.modules()}
     modules.eval()
     try:

@@ -1,24 +1,24 @@
 """Heads while they are trained: a callback for the Trainer of transformers.
 
 ```python
-callback = headcount.MeasureCallback(tokens, every=500, statistics=["sink_mass"], out="heads")
+callback = headcount.MeasureCallback(tokens, every=500, out="heads", on_alarm="stop")
 Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()
 callback.table()
 ```
 
-A training loop without the Trainer calls `headcount.measure` itself.
+A training loop without the Trainer calls `headcount.watch` itself.
 """
 
-import re
+import sys
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import nn
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from headcount.schemas.arguments import Location, checked
 from headcount.schemas.errors import HeadcountError, ModelError, ScanError, counted
@@ -26,18 +26,29 @@ from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.places import Place, names, place, reason, write_whole
 from headcount.schemas.scans.scan import parse_scan
 from headcount.schemas.values import Count
+from headcount.schemas.watch.history import STEP_FILE, MeasuredStep, measured_step
+from headcount.schemas.watch.rules import WATCHED
 from headcount.workers.measure_api import GIVEN, measure, whole_sequences
-
-STEP_FILE = re.compile(r"step-(\d{9,})\.parquet")  # the name of a step's file in `out`
+from headcount.workers.watching import (
+    OnAlarm,
+    Sample,
+    Watcher,
+    facts_of,
+    logged,
+    refuse_sharded,
+    ring,
+    sample_of,
+)
 
 SAME_WEIGHTS = 1e-3  # how far a statistic of the same weights may differ on another device
 
 
 class MeasureCallback(TrainerCallback):
-    """Measures all heads on the same tokens before, during and after a training.
+    """Measures all heads on the same tokens before, during and after a training, and rings.
 
-    What goes wrong while it measures does not end the training: it warns once and measures no
-    more. Wrong arguments are refused when it is made or before the first step.
+    The Trainer logs what is measured, wherever it logs the loss. What goes wrong while it measures
+    does not end the training: it warns once and measures no more. Wrong arguments are refused when
+    it is made or before the first step.
     """
 
     @checked(ScanError)
@@ -46,11 +57,17 @@ class MeasureCallback(TrainerCallback):
         tokens: object,
         *,
         every: Count = 500,
-        statistics: Literal["standard", "all", "effects"] | Sequence[str] = "standard",
+        statistics: Literal["standard", "all", "effects"] | Sequence[str] = WATCHED,
         out: Location | None = None,
+        log: Literal["model", "layers", "none"] = "model",
+        on_alarm: OnAlarm = "warn",
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
-        """`every` is a number of steps. `out` is a directory that gets a Parquet file each time."""
+        """`every` is a number of steps. `out` is a directory that gets a Parquet file each time.
+
+        By default it measures what the rules read. `log` says whether the Trainer logs numbers of
+        the model, also of each layer, or none. `on_alarm` may be a function of an alarm.
+        """
         self.tokens = whole_sequences(tokens)
         # Now, and not when the training has begun. The model is not known yet.
         sequences, n_ctx = self.tokens.shape
@@ -60,7 +77,12 @@ class MeasureCallback(TrainerCallback):
         self.every = every
         self.statistics = statistics
         self.out = None if out is None else place(str(out))
+        self.log = log
+        self.on_alarm: OnAlarm = on_alarm
         self.on_error = on_error
+        self._watcher = Watcher()
+        self._trainer: Any = None  # the Trainer that calls; none if something else does
+        self._sample = Sample()  # of what the model is trained on
         self.has_failed = False  # whether it has warned, and measures no more
         self._tables: dict[int, pa.Table] = {}
 
@@ -73,12 +95,17 @@ class MeasureCallback(TrainerCallback):
     # The Trainer names these methods and their parameters.
 
     def on_train_begin(  # noqa: D102
-        self, args: object, state: TrainerState, control: object, **others: object
+        self, args: object, state: TrainerState, control: TrainerControl, **others: object
     ) -> None:
+        model = others["model"]
+        assert isinstance(model, nn.Module)
+        # On every process: the others would wait for ever for one that has ended.
+        refuse_sharded(model)
         if not state.is_world_process_zero:
             return
         step = state.global_step
         self.has_failed = False
+        self._trainer, self._sample = _calling_trainer(), Sample()
         # What a training that is resumed had measured beyond its checkpoint is measured again.
         self._tables = {before: rows for before, rows in self._tables.items() if before < step}
         files = self._files_of_steps()
@@ -96,16 +123,37 @@ class MeasureCallback(TrainerCallback):
         except Exception as error:
             self._fail(step, error)
             return
+        earlier = [_read(file) for other, file in files.items() if other < step]
+        self._watcher = Watcher([measured_step(rows["step"][0].as_py(), rows) for rows in earlier])
         self._keep(step, rows, [file for other, file in files.items() if other > step])
+        self._tell(step, rows, control)
+
+    def on_step_begin(  # noqa: D102
+        self, args: object, state: TrainerState, control: TrainerControl, **others: object
+    ) -> None:
+        is_measured = (state.global_step + 1) % self.every == 0
+        if self.has_failed or not is_measured or not state.is_world_process_zero:
+            return
+        model = others["model"]
+        assert isinstance(model, nn.Module)
+
+        def keep(module: nn.Module, arguments: object, inputs: dict[str, Any]) -> None:
+            hook.remove()
+            self._sample = sample_of(inputs)
+
+        # A Trainer does not show its callbacks the batch.
+        hook = model.register_forward_pre_hook(keep, with_kwargs=True)
 
     def on_step_end(  # noqa: D102
-        self, args: object, state: TrainerState, control: object, **others: object
+        self, args: object, state: TrainerState, control: TrainerControl, **others: object
     ) -> None:
-        if state.global_step % self.every == 0:
+        # At the end of a training loggers may be closed before this is called.
+        is_last = state.global_step >= state.max_steps or control.should_training_stop
+        if state.global_step % self.every == 0 or is_last:
             self.on_train_end(args, state, control, **others)
 
     def on_train_end(  # noqa: D102
-        self, args: object, state: TrainerState, control: object, **others: object
+        self, args: object, state: TrainerState, control: TrainerControl, **others: object
     ) -> None:
         step = state.global_step
         if self.has_failed or step in self._tables or not state.is_world_process_zero:
@@ -116,11 +164,36 @@ class MeasureCallback(TrainerCallback):
             self._fail(step, error)
             return
         self._keep(step, rows)
+        self._tell(step, rows, control)
 
     def _measured(self, model: object, step: int) -> pa.Table:
         assert isinstance(model, nn.Module)
         rows = measure(model, self.tokens, self.statistics, run_id=f"step-{step}")
+        rows = facts_of(model, self._sample).added_to(rows)
         return rows.append_column("step", pa.array(np.full(rows.num_rows, step, np.int64)))
+
+    def _tell(self, step: int, rows: pa.Table, control: TrainerControl) -> None:
+        """Log a step as the Trainer logs losses, and ring if a rule does."""
+        try:
+            noted = measured_step(step, rows)
+            new = self._watcher.note(noted)
+            self._log(noted, control)
+        except Exception as error:
+            self._fail(step, error)
+            return
+        for alarm in new:
+            ring(alarm, self.on_alarm)
+        if self.on_alarm == "stop" and not all(alarm.is_notice for alarm in new):
+            control.should_training_stop = True
+
+    def _log(self, noted: MeasuredStep, control: TrainerControl) -> None:
+        if self._trainer is None or self.log == "none":
+            return
+        numbers = logged(noted, self.log == "layers")
+        # To log takes back the Trainer's own wish to log the loss of this step.
+        wishes_to_log = control.should_log
+        self._trainer.log(numbers | {"heads/alarms": float(len(self._watcher.rung))})
+        control.should_log = wishes_to_log
 
     def _keep(self, step: int, rows: pa.Table, replaced: Sequence[Place] = ()) -> None:
         """Keep the rows of a step, in `out` too, where they take the place of later steps."""
@@ -150,7 +223,7 @@ class MeasureCallback(TrainerCallback):
         before = max((other for other in files if other <= step), default=None)
         if before is None:
             return
-        earlier = pq.read_table(pa.BufferReader(files[before].read_bytes()))
+        earlier = _read(files[before])
         is_same = earlier.column_names == rows.column_names and earlier.num_rows == rows.num_rows
         if is_same and before == step:
             is_same = all(
@@ -176,3 +249,24 @@ class MeasureCallback(TrainerCallback):
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _read(file: Place) -> pa.Table:
+    """The rows of a step."""
+    return pq.read_table(pa.BufferReader(file.read_bytes()))
+
+
+def _calling_trainer() -> object | None:
+    """The Trainer whose callbacks are being called; None if something else calls.
+
+    A Trainer does not tell its callbacks who it is, and only it can log to all of its loggers.
+    """
+    from transformers import Trainer
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    return None

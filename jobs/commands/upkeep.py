@@ -1,8 +1,9 @@
-"""The subcommands `check`, `compact` and `rm` for the files of runs, `doctor` for a machine, and
-`diff` for two models.
+"""The subcommands `check`, `compact` and `rm` for the files of runs, `doctor` for a machine, `diff`
+for two models, and `watch` for a training.
 """
 
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -267,3 +268,41 @@ def diff(
         for word, text in difference.lines():
             say(Console(highlight=False), f"{word:<11}{text}")
     sys.exit(difference.exit_code(allowed))
+
+
+@commands.command()
+def watch(
+    directory: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY",
+            help="Checkpoints such as checkpoint-500, runs of such, or what a callback wrote.",
+        ),
+    ],
+    scan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SCAN",
+            help="A scan file, whose input and sizes checkpoints are measured with. Default: "
+            "random tokens, repeated once.",
+        ),
+    ] = None,
+    runs: Annotated[
+        str, typer.Option(metavar="DIRECTORY", help="Where the runs of checkpoints lie.")
+    ] = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it for programs.")] = False,
+) -> None:
+    """Look for what goes wrong in a training, and say since when and in which heads.
+
+    Checkpoints are measured once; the same command goes on with those that are new. Exit code 3
+    says that a rule rang.
+    """
+    from headcount.jobs.commands import watch as watching
+    from headcount.schemas.watch.alarms import alarms
+
+    measured = watching.measured_steps(directory, scan, runs)
+    rang = alarms(measured)
+    write = watching.as_json if as_json else watching.report
+    print(write(rang, measured))
+    if not all(alarm.is_notice for alarm in rang):
+        sys.exit(3)

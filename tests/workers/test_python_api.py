@@ -371,7 +371,8 @@ def end_of(trainer: Any) -> dict[str, Any]:
     """What a training leaves: losses, weights and the state of every generator."""
     weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
     generators = (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate())
-    logged = [(one.get("loss"), one.get("grad_norm")) for one in trainer.state.log_history]
+    history = [one for one in trainer.state.log_history if "heads/alarms" not in one]
+    logged = [(one.get("loss"), one.get("grad_norm")) for one in history]
     return {"weights": weights, "random": generators, "logged": logged}
 
 

@@ -1,0 +1,1 @@
+"""Tiny trainings, sound and with planted faults: what alarms find in them."""

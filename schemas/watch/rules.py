@@ -1,0 +1,337 @@
+"""The rules of a watched training. Each is a function that makes a number of what was measured.
+
+A rule reads the steps so far and gives its readings `[step layer head]`; an axis of one stands for
+the whole layer or model. It rings where a reading passes the rule's threshold, which
+`benchmarks/trainings` calibrated on trainings in which nothing was wrong.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from headcount.schemas.watch.history import History, layer_of
+
+THRESHOLDS = Path(__file__).parent / "thresholds.csv"
+
+LEAST_BATCHES, LEAST_SPREAD = 8, 0.02  # before data are said to have changed
+
+Readings = Callable[[History], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that may go wrong in a training."""
+
+    name: str
+    reads: tuple[str, ...]  # statistics; none: facts of the weights or of a batch
+    rings: Literal["above", "below"]
+    margin: float  # how many times further than any sound training the threshold lies
+    least: float  # what an extreme is taken for that is smaller
+    advice: str  # what people did about it
+    source: str
+    is_notice: bool  # whether it happens in sound pretraining too: it is told, and stops nothing
+    readings: Readings
+
+    @property
+    def meaning(self) -> str:
+        """What goes wrong, in one sentence."""
+        return inspect.getdoc(self.readings).partition("\n")[0]  # pyright: ignore
+
+    @property
+    def threshold(self) -> float:
+        """Where it rings."""
+        return calibrations()[self.name].threshold
+
+    def passes(self, readings: np.ndarray) -> np.ndarray:
+        """Which readings ring. What is undefined does not."""
+        sign = 1 if self.rings == "above" else -1
+        return np.nan_to_num(sign * readings, nan=-np.inf) > sign * self.threshold
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is known of a rule in trainings in which nothing was wrong."""
+
+    extreme: float  # the reading nearest to the threshold, or beyond it
+    trainings: int
+    threshold: float
+
+
+@cache
+def calibrations() -> dict[str, Calibration]:
+    """The calibration of each rule, as `python -m benchmarks.trainings` wrote it."""
+    with THRESHOLDS.open(encoding="utf-8", newline="") as file:
+        return {
+            row["rule"]: Calibration(
+                float(row["extreme"]), int(row["trainings"]), float(row["threshold"])
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    *reads: str,
+    rings: Literal["above", "below"] = "above",
+    margin: float = 1.5,
+    least: float = 0.0,
+    advice: str,
+    source: str,
+    is_notice: bool = False,
+) -> Callable[[Readings], Readings]:
+    """Register a rule: its name is the function's, its meaning the docstring's first line."""
+
+    def register(readings: Readings) -> Readings:
+        name = readings.__name__
+        RULES[name] = Rule(name, reads, rings, margin, least, advice, source, is_notice, readings)
+        return readings
+
+    return register
+
+
+@rule(
+    "score_max",
+    advice="normalise queries and keys, or scale both down once a score reaches 100 (QK-clip); "
+    "lower the learning rate",
+    source="Dehghani et al. 2023, arXiv 2302.05442; Wortsman et al. 2023, arXiv 2309.14322; Kimi "
+    "K2, arXiv 2507.20534",
+)
+def score_growth(history: History) -> np.ndarray:
+    """Scores of a head have grown too large for its softmax.
+
+    max over the sequences of score_max.
+    """
+    return history.of("score_max")
+
+
+@rule(
+    "entropy_normalised",
+    rings="below",
+    advice="normalise queries and keys, or the spectra of the weights; lower the learning rate",
+    source="Zhai et al. 2023, arXiv 2303.06296",
+)
+def entropy_collapse(history: History) -> np.ndarray:
+    """The heads of a layer look at single tokens.
+
+    mean over the layer's heads of entropy_normalised.
+    """
+    return np.nanmean(history.of("entropy_normalised"), axis=2, keepdims=True)
+
+
+@rule(
+    "head_result_norm",
+    rings="below",
+    margin=10,
+    advice="look for a mask, a pruning or a broken shard of a checkpoint that holds the head at 0; "
+    "go back to before it",
+    source="Voita et al. 2019, arXiv 1905.09418: pruned heads",
+)
+def head_death(history: History) -> np.ndarray:
+    """A head adds nothing to the residual stream.
+
+    head_result_norm / median over the layer's heads of it.
+    """
+    norms = history.of("head_result_norm")
+    return norms / np.nanmedian(norms, axis=2, keepdims=True)
+
+
+@rule(
+    "sink_mass",
+    least=0.2,  # tiny models have no sinks to move
+    advice="nothing early in pretraining, where it comes once; later look at the data, as heads "
+    "rest where nothing can be found",
+    source="Xiao et al. 2023, arXiv 2309.17453; Gu et al. 2024, arXiv 2410.10781",
+    is_notice=True,
+)
+def sink_onset(history: History) -> np.ndarray:
+    """The heads of a layer come to rest on the first token.
+
+    mean over the layer's heads of sink_mass, above its smallest so far.
+    """
+    masses = np.nanmean(history.of("sink_mass"), axis=2, keepdims=True)
+    return masses - np.minimum.accumulate(masses)
+
+
+@rule(
+    "sink_mass",
+    least=0.2,  # tiny models have no sinks to move
+    advice="look whether sequences still begin as before: with the same first token, and uncut",
+    source="Xiao et al. 2023, arXiv 2309.17453",
+)
+def sink_loss(history: History) -> np.ndarray:
+    """The heads of a layer no longer rest on the first token.
+
+    mean over the layer's heads of sink_mass, below its largest so far.
+    """
+    masses = np.nanmean(history.of("sink_mass"), axis=2, keepdims=True)
+    return np.maximum.accumulate(masses) - masses
+
+
+@rule(
+    "sink_resid_post_norm",
+    "resid_post_norm",
+    advice="give heads a bias or a gate to rest on, if later the model is to be quantised",
+    source="Sun et al. 2024, arXiv 2402.17762",
+    is_notice=True,
+)
+def massive_growth(history: History) -> np.ndarray:
+    """The residual stream at the first token outgrows the others.
+
+    sink_resid_post_norm / resid_post_norm of the layer, over its smallest ratio so far.
+    """
+    first, all_tokens = history.of("sink_resid_post_norm"), history.of("resid_post_norm")
+    ratios = np.nanmean(first / all_tokens, axis=2, keepdims=True)
+    return ratios / np.minimum.accumulate(ratios)
+
+
+@rule(
+    "induction_score",
+    least=0.1,
+    advice="look at the data since then, and go back to before them",
+    source="Olsson et al. 2022, arXiv 2209.11895",
+)
+def induction_loss(history: History) -> np.ndarray:
+    """Heads that copied copy no longer, and no other head does in their place.
+
+    How far induction_score has fallen below the head's largest so far, but no further than the
+    largest of all heads has fallen.
+    """
+    scores = np.nan_to_num(history.of("induction_score"), nan=0.0)
+    best = scores.max(axis=(1, 2), keepdims=True)
+    fallen = np.maximum.accumulate(scores) - scores
+    return np.minimum(fallen, np.maximum.accumulate(best) - best)
+
+
+@rule(
+    least=4,  # what batches of one data set reach by chance
+    advice="look at the data that were read at this step, and skip them",
+    source="Chowdhery et al. 2022, arXiv 2204.02311: batches were skipped at loss spikes",
+)
+def data_change(history: History) -> np.ndarray:
+    """Training reads data of another kind than before.
+
+    |r - m| / max(s, 0.02), r = share of a batch's tokens that were in their sequence before, m and
+    s its mean and standard deviation at earlier steps, of which there must be at least 8.
+    """
+    repeated = np.array([each.facts.repeated for each in history.measured], float)
+    readings = np.full((len(repeated), 1, 1), np.nan)
+    for place, share in enumerate(repeated):
+        earlier = repeated[:place][~np.isnan(repeated[:place])]
+        if len(earlier) >= LEAST_BATCHES:
+            spread = max(float(earlier.std()), LEAST_SPREAD)
+            readings[place] = abs(share - earlier.mean()) / spread
+    return readings
+
+
+@rule(
+    margin=10,
+    least=1e-4,  # rounding
+    advice="pass no attention_mask of ones and no cache beside position_ids: transformers makes "
+    "the mask of documents only without them",
+    source="transformers, masking_utils.py",
+)
+def document_leak(history: History) -> np.ndarray:
+    """Documents that share a sequence see each other in training.
+
+    ‖logits - logits'‖ / ‖logits‖ in the second document, where the first one's tokens changed.
+    """
+    leaks = [each.facts.leak for each in history.measured]
+    return np.array(leaks, float)[:, None, None]
+
+
+@rule(
+    least=1e-4,  # rounding
+    advice="tie the weights again (model.tie_weights()), also after loading and resizing",
+    source="Press and Wolf 2017, arXiv 1608.05859",
+)
+def tied_head(history: History) -> np.ndarray:
+    """The unembedding is no longer the embedding, although the config ties them.
+
+    ‖W_E - W_U‖ / ‖W_E‖.
+    """
+    distances = [each.facts.untied for each in history.measured]
+    return np.array(distances, float)[:, None, None]
+
+
+@rule(
+    least=0.5,
+    advice="give the layer's weights to the optimizer, and let them have gradients; nothing is "
+    "wrong if it is frozen on purpose",
+    source="definition: all of its weights are as they were, and others are not",
+)
+def frozen_layer(history: History) -> np.ndarray:
+    """A layer has stopped changing, and others go on.
+
+    Share of the layer's weights that are as at the step before; 0 if those of all layers are.
+    """
+    unchanged = _unchanged(history)
+    stands_still = np.nanmin(unchanged, axis=1, keepdims=True) == 1
+    return np.where(stands_still, 0, np.floor(unchanged))
+
+
+@rule(
+    least=0.05,
+    margin=2,
+    advice="keep weights and optimizer state in float32, or round stochastically",
+    source="Zamirai et al. 2020, arXiv 2010.06192",
+)
+def lost_updates(history: History) -> np.ndarray:
+    """Weights of a layer stay the same because their format is too narrow for the updates.
+
+    Share of the layer's weights, of those trained in half precision, that are as at the step
+    before, if not all are.
+    """
+    unchanged = _unchanged(history, narrow=True)
+    return np.where(unchanged == 1, np.nan, unchanged)
+
+
+@rule(
+    least=0.5,
+    advice="look which checkpoint was loaded, and whether the optimizer makes steps",
+    source="EleutherAI/pythia, issue 205",
+)
+def earlier_weights(history: History) -> np.ndarray:
+    """The weights are those of an earlier step.
+
+    1 if all of them are, else 0.
+    """
+    _, norms = history.norms()
+    is_repeated = [
+        bool(norms.shape[1]) and bool((norms[:place] == norms[place]).all(axis=1).any())
+        for place in range(len(norms))
+    ]
+    return np.array(is_repeated, float)[:, None, None]
+
+
+WATCHED = sorted({statistic for each in RULES.values() for statistic in each.reads})
+"""The statistics that the rules read."""
+
+
+def _unchanged(history: History, narrow: bool = False) -> np.ndarray:
+    """Share of each layer's weights that are as at the step before, `[step layer 1]`.
+
+    With `narrow`, of those that are trained in half precision.
+    """
+    names, norms = history.norms()
+    shares = np.full((len(norms), history.n_layers, 1), np.nan)
+    is_same = norms[1:] == norms[:-1]
+    of_narrow = {*history.measured[-1].facts.narrow}
+    for layer in range(history.n_layers):
+        places = [
+            place
+            for place, name in enumerate(names)
+            if layer_of(name) == layer and (name in of_narrow or not narrow)
+        ]
+        if places:
+            shares[1:, layer, 0] = is_same[:, places].mean(axis=1)
+    return shares
