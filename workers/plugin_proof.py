@@ -63,7 +63,8 @@ def check_plugins(plugins: tuple[Plugin, ...], engine: str) -> None:
     code = code_fingerprint()
     unproven = [each for each in plugins if not _is_proven(each, engine, code)]
     prove(plugins, unproven, engine)
-    for plugin in unproven:
+    # All of them: what this process has tried before may have been for another user's record.
+    for plugin in plugins:
         _proven.add((plugin, engine, code))
         # Of a machine that keeps nothing the proof is only made again.
         with suppress(OSError, RuntimeError):

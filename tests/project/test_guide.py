@@ -40,6 +40,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 # What torch says to a Trainer where there is no GPU.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+# What rings in the guide's training: nothing repeats in its data, so heads no longer copy.
+@pytest.mark.filterwarnings("ignore:(notice. sink_onset|induction_loss) at step:RuntimeWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_page_prints_what_it_says(
     page: Path, home: Path, tmp_path: Path

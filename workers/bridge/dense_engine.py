@@ -135,6 +135,7 @@ class _DensePass:
         self.attention_layers = self.model.info.attention_layers_or_all
         self.tensors: Tensors = {}
         self.rotary_positions: Tensor | None = None  # of each token, if a change gives others
+        self.rotated_layers: set[int] = set()  # that have shown the keys that they multiply
 
     def hooks(self) -> Iterator[tuple[str, Hook]]:
         """Where this pass hooks in, and with what."""
@@ -187,14 +188,16 @@ class _DensePass:
                 yield at, partial(self._record_rotated, name, layer)
             elif name == "k" and self.changes.touch("rot_k", layer):
                 if self.model.rotary:
-                    raise ModelError(
-                        f"{self.model.info.name}: TransformerLens does not show the keys of layer "
-                        f"{layer} after their rotation, so they cannot be changed; use engine = "
-                        "'fused'"
-                    )
+                    raise self._hidden_rotation(layer)
                 # Hooks of one place run in order: this is what a change of k has left.
                 at = self.bridge.hook_name("k", layer)
                 yield at, partial(self._record_rotated, name, layer)
+
+    def _hidden_rotation(self, layer: int) -> ModelError:
+        return ModelError(
+            f"{self.model.info.name}: TransformerLens does not show the keys of layer {layer} "
+            "after their rotation, so they cannot be changed; use engine = 'fused'"
+        )
 
     # TransformerLens calls hooks as `hook(value, hook=place)`. It puts what they return in the
     # place of the activation, and leaves the activation as it is if they return None.
@@ -244,11 +247,17 @@ class _DensePass:
         # q or k as it is multiplied takes the place of what it was before its rotation.
         if name == "q" and "q" in self.tensors:
             self.tensors["unrotated_q"] = self.tensors.get("normed q", self.tensors["q"])
-        changed = self._change("rot_k", layer, value, hook) if name == "k" else None
+        changed = None
+        if name == "k":
+            self.rotated_layers.add(layer)
+            changed = self._change("rot_k", layer, value, hook)
         self.tensors[name] = at_least_float32(value if changed is None else changed)
         return changed
 
     def _end_layer(self, layer: int, value: Tensor, hook: object) -> Tensor | None:
+        # A hook that TransformerLens has may never be called.
+        if self.changes.touch("rot_k", layer) and layer not in self.rotated_layers:
+            raise self._hidden_rotation(layer)
         changed = self._change_and_record("resid_post", layer, value, hook)
         if layer in self.request.shown_layers:
             shown = {**self._activations(layer), **self.request.matches}

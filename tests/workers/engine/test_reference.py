@@ -63,6 +63,9 @@ SCORES_NOT_CHANGEABLE = ("attn-only-2l-mini", "legacy-pth", "opt", "gpt-neo")
 OF_SCORES = "mask_|keep_window|keep_heavy|stream_|mean_query_bias"
 """Interventions that change scores, as a pattern, like those below."""
 
+ROTATED_KEYS_HIDDEN = ("neox",)
+"""Models whose keys TransformerLens does not show after their rotation."""
+
 OF_POSITIONS = "position|massive_keys|random_keys"
 REFUSED = {
     "llama-gqa|qwen3|gemma2|mistral-window-6|gemma2-window-6": f"{OF_POSITIONS}|query_bias",
@@ -312,12 +315,15 @@ def is_refused(name: str, intervention: str, engine: str) -> bool:
     hides = re.search(OF_SCORES, intervention)
     if hides and engine == "dense" and name in SCORES_NOT_CHANGEABLE:
         return True
+    if "store_keys" in intervention and engine == "dense" and name in ROTATED_KEYS_HIDDEN:
+        return True
     needs = [needs for names, needs in REFUSED.items() if name in names.split("|")]
     return any(re.search(need, intervention) for need in needs)
 
 
 def check(shelf: Shelf, name: str, intervention: str, engine: str) -> None:
     refusal = r"attn_scores.* cannot be changed in this architect|no key_input for scale_"
+    refusal += "|does not show the keys of layer 0 after their rotation"
     try:
         reference = shelf.reference(name, intervention)
     except NotApplicable:
