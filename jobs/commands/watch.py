@@ -137,12 +137,12 @@ def _rows(file: Place) -> pa.Table:
 
 
 def report(rang: Sequence[Alarm], measured: Sequence[MeasuredStep]) -> str:
-    """How much rang in how many steps, then what, a line each."""
+    """How much rang in how many steps, then what, and below each what people did about it."""
     steps = sorted(each.step for each in measured)
     notices = sum(alarm.is_notice for alarm in rang)
     counts = f"{counted(len(rang) - notices, 'alarm')} and {counted(notices, 'notice')}"
     first = f"{counts} in {counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
-    return "\n".join([first, *map(str, rang)])
+    return "\n".join([first, *("\n  ".join(alarm.lines) for alarm in rang)])
 
 
 def as_json(rang: Sequence[Alarm], measured: Sequence[MeasuredStep]) -> str:

@@ -28,7 +28,9 @@ class Alarm:
     source: str
     is_notice: bool  # whether it happens in sound pretraining too, and should stop nothing
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> tuple[str, str, str]:
+        """What rings, what people did about it, and who said so."""
         named = ", ".join(self.heads[:MOST_NAMED]) or "the model"
         others = len(self.heads) - MOST_NAMED
         more = f" and {others} more" if others > 0 else ""
@@ -36,9 +38,13 @@ class Alarm:
         kind = "notice: " if self.is_notice else ""
         return (
             f"{kind}{self.rule} at step {self.step}, {named}{more}: {self.meaning} "
-            f"({self.value:.3g}, {side} {self.threshold:.3g}). What people did: {self.advice} "
-            f"[{self.source}]"
+            f"({self.value:.3g}, {side} {self.threshold:.3g})",
+            f"what people did: {self.advice}",
+            f"source: {self.source}",
         )
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines)
 
 
 def alarms(measured: Sequence[MeasuredStep]) -> list[Alarm]:
