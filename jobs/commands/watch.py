@@ -61,9 +61,11 @@ def measured_steps(directory: str, scan: Path | None, runs: str) -> list[Measure
 
 
 def _nothing(where: Place) -> RunError:
+    is_there = not isinstance(where, Path) or where.is_dir()
+    found = "found none of them" if is_there else "there is no such directory"
     return RunError(
         f"{where}: expected checkpoints such as checkpoint-500, runs of such, or files that "
-        "MeasureCallback(out=…) wrote, and found none of them"
+        f"MeasureCallback(out=…) wrote, and {found}"
     )
 
 
