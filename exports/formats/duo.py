@@ -44,7 +44,7 @@ def needs_of_duo(score: str, sink: int, recent: int) -> Needs:
 
 NOTES = {
     "effect": "--score effect is about the loss of the text that was measured: what is asked for "
-    "far away may be lost; --score recall keeps it, and --check shows it"
+    "far away may be lost; --score recall keeps more of it, and --check shows it"
 }
 """What a reader of a list by a score should know."""
 
