@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +16,8 @@ from headcount.exports.cache_plan.engines import CacheEngine
 from headcount.exports.cache_plan.plans import CacheShape
 from headcount.exports.cache_plan.search import LEAST_RECALL, SURE, Found, Goal, Point, Search
 from headcount.exports.formats.windows.window_choice import cost
-from headcount.exports.shared.confirmation import SAVED_SECONDS
-from headcount.jobs.bars import bar, waiting
+from headcount.exports.shared.confirmation import shown_and_kept
+from headcount.jobs.bars import waiting
 from headcount.jobs.plan.passes import seconds_of, words_of_passes
 from headcount.queries.commands.query import tell_user
 from headcount.schemas.errors import QueryError
@@ -73,7 +72,8 @@ class PlanRequest:
         with waiting(console, "timing the first passes"):
             seconds = seconds_of(trial.run, min(2, len(pieces["chooses"].tokens)))
         tell_user(f"at most {words_of_passes(passes, trial.n_ctx, seconds)}")
-        with self._kept(trial, identity, passes):
+        save = partial(self._save, trial, identity)
+        with shown_and_kept("cache-plan", "cache-plan: ", passes, save) as trial.passed:
             found = search.run()
             facts = self._facts(trial, shape, search, found)
         content = {**identity, **facts, "answers": trial.known}
@@ -152,27 +152,6 @@ class PlanRequest:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name, content in files.items():
                 write_whole(self.folder / name, content)
-
-    @contextlib.contextmanager
-    def _kept(self, trial: CacheTrial, identity: Mapping[str, Any], passes: int) -> Iterator[None]:
-        """Show how far it is, and keep what is measured, whatever ends it."""
-        done, saved = 0, time.monotonic()
-        with bar(Console(stderr=True, highlight=False), "cache-plan", "cache-plan: ") as show:
-
-            def passed(sequences: int) -> None:
-                nonlocal done, saved
-                done += sequences
-                show(f"{done:,} of at most {passes:,} passes", min(1.0, done / passes))
-                if time.monotonic() > saved + SAVED_SECONDS:
-                    self._save(trial, identity)
-                    saved = time.monotonic()
-
-            trial.passed = passed
-            try:
-                yield
-            except BaseException:
-                self._save(trial, identity)
-                raise
 
     # What is reported
 

@@ -71,7 +71,9 @@ def checked(
     words = words_of_passes(passes, trial.n_ctx, seconds)
     tell_user(f"check: at most {words}; --check-sequences takes fewer than {trial.sequences}")
     facts = facts_of_trial(trial)
-    with _kept(trial, passes, save):
+    with shown_and_kept(
+        "check", "check: ", passes, lambda: save(facts_of_trial(trial))
+    ) as trial.passed:
         begin("what the model can do with its whole cache")
         facts |= {"judged_by": list(trial.tasks), "left_out": trial.task_lines}
         if not trial.tasks:
@@ -108,7 +110,7 @@ def opened(
     """
     from rich.console import Console
 
-    from headcount.jobs.bars import bar, waiting
+    from headcount.jobs.bars import waiting
     from headcount.workers.head_gates import ROUNDS, HeadGates, Round
     from headcount.workers.provenance.code_fingerprint import code_fingerprint
 
@@ -120,17 +122,12 @@ def opened(
     is_same = known is not None and all(known.get(name) == facts[name] for name in facts)
     facts = dict(known) if known is not None and is_same else facts
     before = [Round.read(one) for one in facts.get("rounds", [])]
+    count, rounds = len(needles.tokens), list[Round]()
     # The whole cache, then none of it, then each round.
-    total, done = (2 + ROUNDS) * len(needles.tokens), 0
-    with bar(console, "opening", "heads are opened: ") as show:
-
-        def told(sequences: int) -> None:
-            nonlocal done
-            done += sequences
-            show(f"{done:,} of at most {total:,} sequences", min(1.0, done / total))
-
+    passes = (2 + ROUNDS) * count
+    with shown_and_kept("opening", "heads are opened: ", passes, lambda: save(facts)) as told:
         if "whole_cache" in facts:
-            done += len(needles.tokens)
+            told(count)
         else:
             recall, loss = gates.whole(needles, told)
             facts["whole_cache"] = {"recall": recall, "loss": loss}
@@ -142,12 +139,11 @@ def opened(
                 "say nothing of its heads; choose other needles (--set input.fact, "
                 "input.question, input.values, or input.family=needle), or --score retrieval"
             )
-        done += len(before) * len(needles.tokens)
-        rounds: list[Round] = []
+        told(len(before) * count)
         for one in gates.rounds(needles, before, told):
             rounds.append(one)
-            facts["rounds"] = [each.facts for each in rounds]
             if len(rounds) > len(before):
+                facts["rounds"] = [each.facts for each in rounds]
                 save(facts)
     return facts | {"ranking": gates.ranking(rounds[-1])}
 
@@ -183,30 +179,31 @@ def facts_of_trial(trial: HeadTrial) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kept(
-    trial: HeadTrial, passes: int, save: Callable[[Mapping[str, Any]], None]
-) -> Iterator[None]:
-    """Show how far a check is, and keep what it has measured, whatever ends it."""
+def shown_and_kept(
+    name: str, words: str, passes: int, save: Callable[[], None]
+) -> Iterator[Callable[[int], None]]:
+    """Show how many of so many passes are done, and save what is known, now and then and whatever
+    ends it. What it gives is told how many sequences have gone through the model.
+    """
     from rich.console import Console
 
     from headcount.jobs.bars import bar
 
     done, saved = 0, time.monotonic()
-    with bar(Console(stderr=True, highlight=False), "check", "check: ") as show:
+    with bar(Console(stderr=True, highlight=False), name, words) as show:
 
         def passed(sequences: int) -> None:
             nonlocal done, saved
             done += sequences
             show(f"{done:,} of at most {passes:,} passes", min(1.0, done / passes))
             if time.monotonic() > saved + SAVED_SECONDS:
-                save(facts_of_trial(trial))
+                save()
                 saved = time.monotonic()
 
-        trial.passed = passed
         try:
-            yield
+            yield passed
         except BaseException:
-            save(facts_of_trial(trial))
+            save()
             raise
 
 
