@@ -35,7 +35,9 @@ from typing import Literal, NoReturn
 from headcount.schemas.errors import HeadcountError, printable
 from headcount.schemas.unending import UNENDING
 
-CONTINUABLE = ("scan", "resume", "compact", "reproduce", "calibrate", "export")
+CONTINUABLE = (
+    "scan", "resume", "compact", "reproduce", "calibrate", "export", "cache-plan", "watch",
+)  # fmt: skip
 """Commands that the same command continues after they were stopped."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -48,23 +48,24 @@ class PlanRequest:
 
     def made(self) -> dict[str, Any]:
         """Measure and write it; returns what plan.json says."""
-        trial = CacheTrial(
-            self.model,
-            self.texts,
-            n_ctx=self.n_ctx,
-            sequences=self.sequences,
-            device=self.device,
-        )
-        # Before the model is loaded: what is refused costs nothing.
-        self._check_window(trial.n_ctx)
-        if (problem := self.engine.problem(trial.info)) is not None:
-            raise QueryError(f"--engine {self.engine.name}: {trial.info.name}: {problem}")
-        pieces = trial.pieces
-        identity = self._identity(trial)
+        console = Console(stderr=True, highlight=False)
+        with waiting(console, "reading the model's files and the texts"):
+            trial = CacheTrial(
+                self.model,
+                self.texts,
+                n_ctx=self.n_ctx,
+                sequences=self.sequences,
+                device=self.device,
+            )
+            # Before the model is loaded: what is refused costs nothing.
+            self._check_window(trial.n_ctx)
+            if (problem := self.engine.problem(trial.info)) is not None:
+                raise QueryError(f"--engine {self.engine.name}: {trial.info.name}: {problem}")
+            pieces = trial.pieces
+            identity = self._identity(trial)
         trial.known.update(self._known(identity))
         # A folder that cannot be written is refused before anything is paid for.
         self._save(trial, identity)
-        console = Console(stderr=True, highlight=False)
         with waiting(console, "loading the model"):
             shape = self._shape(trial)
         search = Search(trial, self.engine, shape, self.goal, tell_user)
