@@ -1,16 +1,15 @@
 """Which KV heads need their whole cache, by what the model recalls: heads are opened in rounds.
 
 At first the cache of every KV head is cut: its queries see the first keys and the last ones. One
-pass backward says of each head how much the loss of the answers falls, to first order, if it gets
-its whole cache back: its gain. The heads with the largest gains are opened, and the others are
-asked again.
+pass backward says of each head how much the loss falls, to first order, if it gets its whole cache
+back: its gain. The heads with the largest gains are opened, and the others are asked again.
 
 Where every head is whole, each alone may be missing without a loss, because others do the same: a
 gain there says little. From the other end, the first that retrieves stands out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,34 +38,62 @@ ROUNDS = 9
 MOST_TOKENS = 2048  # of a batch, whose graph is held until its backward pass
 
 
-class Needles(NamedTuple):
-    """Sequences in which something is asked for, and the tokens of the answers."""
+class Asked(NamedTuple):
+    """Sequences, and which of their tokens a model should know."""
 
     tokens: np.ndarray  # `[sequence pos]`
-    answers: np.ndarray  # whether a token is of an answer: `[sequence pos]`; the first never is
+    weights: np.ndarray
+    """What the loss of each token counts, 0 if it is not asked for: `[sequence pos]`. The first
+    token never is.
+    """
+    expected: Sequence[Tensor] | None = None
+    """For each sequence the probabilities that the model should have, `[asked d_vocab]`. None: the
+    tokens themselves.
+    """
+
+    @classmethod
+    def of_answers(cls, tokens: np.ndarray, answers: np.ndarray) -> "Asked":
+        """The mean loss of some tokens: `answers [sequence pos]` is where they are."""
+        return cls(tokens, answers / answers.sum())
+
+    def part(self, start: int, stop: int) -> "Asked":
+        """Some of the sequences."""
+        expected = None if self.expected is None else self.expected[start:stop]
+        return Asked(self.tokens[start:stop], self.weights[start:stop], expected)
 
 
 @dataclass(frozen=True)
 class Round:
-    """What the model recalls with some heads open, and what opening another would gain."""
+    """What the model knows with some heads open, and what opening another would gain."""
 
     opened: tuple[KVHead, ...]  # in the order in which they were opened
-    recall: float  # the share of the answers' tokens that it predicts first
-    loss: float  # their mean loss, in nats
-    gains: tuple[tuple[float, ...], ...]
-    """`[layer kv_head]`: the fall of that loss, to first order, if the head is opened, or was."""
+    recall: float  # the share of the tokens asked for that it predicts first
+    loss: float  # the sum of their losses times their weights, in nats
+    gains: np.ndarray
+    """The part of each sequence in the fall of that loss, to first order, if the head is opened, or
+    was: `[sequence layer kv_head]`.
+    """
+
+    @property
+    def of_all(self) -> np.ndarray:
+        """The gains of all sequences together: `[layer kv_head]`."""
+        return self.gains.sum(0)
 
     @property
     def facts(self) -> dict[str, Any]:
         """The same as JSON has it."""
-        return asdict(self)
+        return asdict(self) | {"gains": self.gains.tolist()}
+
+    @property
+    def pooled(self) -> "Round":
+        """The same with the gains of all sequences as those of one."""
+        return replace(self, gains=self.gains.sum(0, keepdims=True))
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> "Round":
         """The round that `facts` tell."""
         opened = tuple((layer, head) for layer, head in facts["opened"])
-        gains = tuple(map(tuple, facts["gains"]))
-        return cls(opened, facts["recall"], facts["loss"], gains)
+        return cls(opened, facts["recall"], facts["loss"], np.array(facts["gains"]))
 
 
 class HeadGates:
@@ -80,36 +107,34 @@ class HeadGates:
         self.model, self.sink, self.recent = model, sink, recent
         info = model.info
         self.layers = tuple(info.attention_layers_or_all)
-        self.gates = torch.zeros(
-            info.n_layers, info.n_kv_heads or info.n_heads, device=model.device
-        )
+        self.n_kv_heads = info.n_kv_heads or info.n_heads
         self._attended = 0  # layers that have attended in the pass that is running
 
     def rounds(
-        self, needles: Needles, before: Sequence[Round], told: Callable[[int], None]
+        self, asked: Asked, before: Sequence[Round], told: Callable[[int], None]
     ) -> Iterator[Round]:
         """Open heads until half of them are open, or none gains anything; what was measured
         `before` is not measured again. `told` hears how many sequences have gone through the model.
         """
-        heads = len(self.layers) * self.gates.shape[1]
+        heads = len(self.layers) * self.n_kv_heads
         step = -(-heads // (2 * ROUNDS))
         yield from before
-        latest = before[-1] if before else self.asked(needles, (), told)
+        latest = before[-1] if before else self.asked(asked, (), told)
         if not before:
             yield latest
         while 2 * len(latest.opened) < heads:
             best = [head for head, gain in self.closed(latest) if gain > 0][:step]
             if not best:
                 return
-            latest = self.asked(needles, (*latest.opened, *best), told)
+            latest = self.asked(asked, (*latest.opened, *best), told)
             yield latest
 
     def closed(self, latest: Round) -> list[tuple[KVHead, float]]:
         """The heads that are not open, and their gains: the largest first."""
         gains = {
-            (layer, head): gain
+            (layer, head): float(gain)
             for layer in self.layers
-            for head, gain in enumerate(latest.gains[layer])
+            for head, gain in enumerate(latest.of_all[layer])
             if (layer, head) not in latest.opened
         }
         return sorted(gains.items(), key=lambda item: -item[1])
@@ -118,52 +143,60 @@ class HeadGates:
         """All heads: those that were opened in their order, then the others by their gains."""
         return [*latest.opened, *(head for head, _ in self.closed(latest))]
 
-    def whole(self, needles: Needles, told: Callable[[int], None]) -> tuple[float, float]:
+    def whole(self, asked: Asked, told: Callable[[int], None]) -> tuple[float, float]:
         """Recall and loss with every cache whole."""
-        self.gates.fill_(1)
+        gates = torch.ones(self.model.info.n_layers, self.n_kv_heads)
         with torch.no_grad():
-            return self._recall_and_loss(needles, told)
+            recall, loss, _ = self._measured(asked, gates, told)
+        return recall, loss
 
     def asked(
-        self, needles: Needles, opened: tuple[KVHead, ...], told: Callable[[int], None]
+        self, asked: Asked, opened: tuple[KVHead, ...], told: Callable[[int], None]
     ) -> Round:
-        """What the model recalls with these heads open."""
-        gates = torch.zeros_like(self.gates)
+        """What the model knows with these heads open."""
+        gates = torch.zeros(self.model.info.n_layers, self.n_kv_heads)
         for layer, head in opened:
             gates[layer, head] = 1
-        self.gates = gates.requires_grad_()
         with torch.enable_grad():
-            recall, loss = self._recall_and_loss(needles, told)
-        assert gates.grad is not None
-        self.gates = gates.detach()
-        gains = tuple(tuple(-gain for gain in of_layer) for of_layer in gates.grad.tolist())
-        return Round(opened, recall, loss, gains)
+            recall, loss, slopes = self._measured(asked, gates, told)
+        return Round(opened, recall, loss, -slopes)
 
-    def _recall_and_loss(
-        self, needles: Needles, told: Callable[[int], None]
-    ) -> tuple[float, float]:
-        """Share and mean loss of the answers' tokens; gates that want gradients get them."""
-        loss, known, answers = 0.0, 0, int(needles.answers.sum())
-        size = max(1, MOST_TOKENS // needles.tokens.shape[1])
-        for start in range(0, len(needles.tokens), size):
-            tokens, asked = (
-                torch.from_numpy(part[start : start + size]).to(self.model.device)
-                for part in needles
-            )
-            tokens = tokens.long()
-            targets = tokens[:, 1:][asked[:, 1:]]
+    def _measured(
+        self, asked: Asked, gates: Tensor, told: Callable[[int], None]
+    ) -> tuple[float, float, np.ndarray]:
+        """Share and weighted loss of the tokens that are asked for, and the slopes of that loss
+        `[sequence layer kv_head]`, where gradients are enabled, at `gates [layer kv_head]`.
+        """
+        loss, known = 0.0, 0
+        slopes: list[np.ndarray] = []
+        size = max(1, MOST_TOKENS // asked.tokens.shape[1])
+        for start in range(0, len(asked.tokens), size):
+            part = asked.part(start, start + size)
+            tokens = torch.from_numpy(part.tokens).to(self.model.device).long()
+            weights = torch.from_numpy(part.weights).to(self.model.device)[:, 1:]
+            # A gate of its own for each sequence has the slope of that sequence.
+            of_batch = gates.to(self.model.device).repeat(len(tokens), 1, 1)
+            of_batch.requires_grad_(torch.is_grad_enabled())
             # A token is predicted at the position before it.
-            logits = self.model.unembed(self._final(tokens)[:, :-1][asked[:, 1:]])
-            of_batch = cross_entropy(logits, targets, reduction="sum") / answers
-            if of_batch.requires_grad:
-                of_batch.backward()
-            loss += of_batch.item()
+            is_asked = weights > 0
+            logits = self.model.unembed(self._final(tokens, of_batch)[:, :-1][is_asked])
+            targets = tokens[:, 1:][is_asked]
+            expected = targets if part.expected is None else torch.cat([*part.expected])
+            losses = cross_entropy(logits, expected, reduction="none")
+            weighted = (losses * weights[is_asked]).sum()
+            if weighted.requires_grad:
+                weighted.backward()
+                assert of_batch.grad is not None
+                slopes.append(of_batch.grad.double().cpu().numpy())
+            loss += weighted.item()
             known += int((logits.argmax(-1) == targets).sum())
             told(len(tokens))
-        return known / answers, loss
+        of_all = np.concatenate(slopes) if slopes else np.zeros(0)
+        return known / int((asked.weights[:, 1:] > 0).sum()), loss, of_all
 
-    def _final(self, tokens: Tensor) -> Tensor:
-        """The stream after the last norm: `[batch pos d_model]`."""
+    def _final(self, tokens: Tensor, gates: Tensor) -> Tensor:
+        """The stream after the last norm, `[batch pos d_model]`, with `gates [batch layer kv_head]`.
+        """
         finals: list[Tensor] = []
 
         def end_pass(_module: object, args: tuple[Tensor, ...]) -> None:
@@ -174,14 +207,16 @@ class HeadGates:
         hook = unembedding.register_forward_pre_hook(end_pass)
         self._attended = 0
         try:
-            self.model.run_bare(tokens, self._attend)
+            self.model.run_bare(tokens, partial(self._attend, gates))
         except StopPass:
             pass
         finally:
             hook.remove()
         return finals[0]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+    def _attend(
+        self, gates: Tensor, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
+    ) -> Tensor:
         """A layer's z `[batch pos head d_v]`, as its gates say."""
         layer = self.layers[self._attended]
         self._attended += 1
@@ -190,8 +225,8 @@ class HeadGates:
         is_kept = (positions < self.sink) | (distances(positions, positions) < self.recent)
         attend = partial(_attention, q, k, v, facts)
         z_cut, z_whole = attend(seen & is_kept), attend(seen)
-        gates = self.gates[layer].repeat_interleave(n_heads // self.gates.shape[1])
-        z = z_cut + gates[:, None, None] * (z_whole - z_cut)
+        of_heads = gates[:, layer].repeat_interleave(n_heads // self.n_kv_heads, dim=1)
+        z = z_cut + of_heads[:, :, None, None] * (z_whole - z_cut)
         return z.transpose(1, 2).to(v.dtype)
 
 

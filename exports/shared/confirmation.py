@@ -25,7 +25,7 @@ from headcount.schemas.places import absolute
 
 if TYPE_CHECKING:
     from headcount.workers.head_check import HeadTrial
-    from headcount.workers.head_gates import Needles
+    from headcount.workers.head_gates import Asked
 
 SAVED_SECONDS = 10.0  # after so long, what a check has measured is written into the file
 
@@ -141,16 +141,16 @@ def opened(
             )
         told(len(before) * count)
         for one in gates.rounds(needles, before, told):
-            rounds.append(one)
+            rounds.append(one.pooled)
             if len(rounds) > len(before):
                 facts["rounds"] = [each.facts for each in rounds]
                 save(facts)
     return facts | {"ranking": gates.ranking(rounds[-1])}
 
 
-def needles_of(source: ExportSource) -> Needles:
+def needles_of(source: ExportSource) -> Asked:
     """The first sequences of a run of needles, and the tokens of their answers."""
-    from headcount.workers.head_gates import Needles
+    from headcount.workers.head_gates import Asked
 
     rows = source.database.rows(
         f"""
@@ -160,7 +160,7 @@ def needles_of(source: ExportSource) -> Needles:
         ORDER BY sequence"""
     )
     tokens, labels = (np.array(column) for column in zip(*rows, strict=True))
-    return Needles(tokens, labels == "answer")
+    return Asked.of_answers(tokens, labels == "answer")
 
 
 STEPS_OF_A_CHECK = 2  # and one more if the number of heads is open

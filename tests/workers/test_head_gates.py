@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from headcount.workers.head_check import HeadTrial
-from headcount.workers.head_gates import HeadGates, Needles
+from headcount.workers.head_gates import Asked, HeadGates
 from tests.toys import toy_models as toy
 
 SINK, RECENT = 2, 5
@@ -32,7 +33,7 @@ def test_gains_are_slopes_of_the_loss_between_a_cut_and_a_whole_cache(
     model = toy.save_model(tmp_path / "model", toy.family(name, **options))
     trial = HeadTrial(str(model), SINK, RECENT, n_ctx=24, sequences=3)
     question = trial._question("needles", 4)
-    needles = Needles(*question)
+    needles = Asked.of_answers(*question)
     gates = HeadGates(trial.replica.model, SINK, RECENT)
     told: list[int] = []
     opened = ((1, 1),)
@@ -46,18 +47,19 @@ def test_gains_are_slopes_of_the_loss_between_a_cut_and_a_whole_cache(
     for layer, head in [(0, 0), (1, 0), (1, 1)]:
         losses = []
         for step in (-0.02, 0.02):
-            gates.gates.zero_()
-            gates.gates[1, 1] = 1
-            gates.gates[layer, head] += step
-            losses.append(gates._recall_and_loss(needles, told.append)[1])
+            opened = torch.zeros(2, 2)
+            opened[1, 1] = 1
+            opened[layer, head] += step
+            with torch.no_grad():
+                losses.append(gates._measured(needles, opened, told.append)[1])
         slope = (losses[1] - losses[0]) / 0.04
-        assert measured.gains[layer][head] == pytest.approx(-slope, rel=0.02, abs=2e-5)
+        assert measured.of_all[layer, head] == pytest.approx(-slope, rel=0.02, abs=2e-5)
 
 
 def test_rounds_open_the_heads_that_retrieve_and_go_on_where_they_were_stopped() -> None:
     """Of twelve heads of this model two are enough: L1H2 and L1H3."""
     trial = HeadTrial("bundled:needle-mini", 4, 16, n_ctx=128, sequences=4)
-    needles = Needles(*trial._question("needles", 1))
+    needles = Asked.of_answers(*trial._question("needles", 1))
     gates = HeadGates(trial.replica.model, 4, 16)
     rounds = [*gates.rounds(needles, [], lambda _: None)]
     cut, one, two = rounds[:3]
