@@ -3,23 +3,30 @@
 Each sequence is a piece of a text with a sentence somewhere in it, and at its end a question about
 it. One pass tells the loss of the text, and whether the answer is found.
 
-Texts are split into halves: one chooses, the other reports. What is measured is kept by its
-intervention, so nothing is measured twice.
+Texts are split into halves: one chooses, the other reports. Where plans are chosen, each is also
+compared with the whole cache token by token: how far the predictions have moved. A rise of the loss
+has the same mean if the model knows its texts, and much more noise: it may fall by chance.
+
+What is measured is kept by its intervention, so nothing is measured twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from headcount.schemas.errors import ModelError, ScanError, counted
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.engine.prediction_inputs import check_unembedding
-from headcount.workers.head_check import Question, recalls_and_losses
+from headcount.workers.head_check import Question, asked_logits
+from headcount.workers.head_gates import Asked, HeadGates, Round, divergences
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
 from headcount.workers.inputs.families.needles import needle_in
 from headcount.workers.inputs.input_registry import Draw
@@ -38,6 +45,9 @@ LONGEST = 512  # tokens of a sequence if nobody says how many
 
 FEWEST = 2  # sequences of each half
 
+MOST_MOVED = 128  # tokens of the text of a sequence whose predictions are compared
+MOST_PREDICTIONS = 2**28  # probabilities of the whole cache that are held in memory, about
+
 
 class Pieces(NamedTuple):
     """The sequences of one half."""
@@ -54,6 +64,11 @@ class Measured(NamedTuple):
     text: np.ndarray  # mean loss of tokens of the text, in nats
     needle: np.ndarray  # mean loss of the tokens of the answer
     recall: np.ndarray  # the share of these that it predicts first
+    text_moved: np.ndarray
+    """Mean over tokens of the text of Σ_v p[v] log(p[v] / p'[v]), with p of the whole cache and p'
+    of this one, in nats; NaN where nothing is chosen.
+    """
+    needle_moved: np.ndarray  # the same over the tokens of the answer
 
 
 class CacheTrial:
@@ -77,8 +92,10 @@ class CacheTrial:
         self.model, self.texts, self.device = model, [*texts], device
         self.n_ctx = min(self.info.n_ctx, LONGEST) if n_ctx is None else n_ctx
         self.sequences = sequences
-        self.known: dict[str, list[list[float]]] = {}
-        """`[sequence]` of text, needle and recall, by half and intervention."""
+        self.known: dict[str, list[list[float | None]]] = {}
+        """`[sequence]` of the fields of `Measured`, by half and intervention."""
+        self.opened: dict[str, list[dict[str, Any]]] = {}
+        """The rounds in which heads were opened, by how caches were cut."""
         self.passed: Callable[[int], None] = lambda _: None
         if self.n_ctx > self.info.n_ctx:
             raise ScanError(
@@ -97,7 +114,7 @@ class CacheTrial:
 
     def run(self, count: int) -> None:
         """Send some sequences through the model, to see how long that takes."""
-        self._measured(self.pieces["chooses"], "none", range(count))
+        self._measured("chooses", "none", range(count))
 
     def own_windows(self) -> dict[int, int]:
         """The window that each layer has of itself, if it has one."""
@@ -182,27 +199,92 @@ class CacheTrial:
         count = len(pieces.tokens) if count is None else min(count, len(pieces.tokens))
         rows = self.known.setdefault(f"{half} {intervention}", [])
         if len(rows) < count:
-            rows += self._measured(pieces, intervention, range(len(rows), count))
-        text, needle, recall = np.array(rows[:count]).T
-        return Measured(text, needle, recall)
+            rows += self._measured(half, intervention, range(len(rows), count))
+        return Measured(*np.array(rows[:count], float).T)
 
-    def _measured(self, pieces: Pieces, intervention: str, rows: range) -> list[list[float]]:
-        chosen = slice(rows.start, rows.stop)
-        is_text, is_answer = pieces.is_text[chosen], pieces.is_answer[chosen]
-        question = Question(pieces.tokens[chosen], is_text | is_answer)
+    def _measured(self, half: Half, intervention: str, rows: range) -> list[list[float | None]]:
+        """The fields of `Measured` for some sequences."""
+        pieces, chosen = self.pieces[half], slice(rows.start, rows.stop)
+        asked = (pieces.is_text | pieces.is_answer)[chosen]
+        is_compared = np.zeros_like(asked)
+        whole = torch.zeros(0, self.info.d_vocab, device=self.replica.model.device)
+        if half == "chooses" and intervention != "none":
+            is_compared = self._is_compared[chosen]
+            whole = torch.cat(self._expected[chosen])
+        losses, is_first, moved = list[Tensor](), list[Tensor](), list[Tensor]()
+        question = Question(pieces.tokens[chosen], asked)
+        compared = torch.from_numpy(is_compared[asked])
         with self.replica.engine_under(parse_intervention(intervention), None) as engine:
-            recalls, losses = recalls_and_losses(engine, question, self.passed)
-        # Of the asked tokens alone, one sequence after the other.
-        ends = np.cumsum(question.asked.sum(1))[:-1]
-        measured: list[list[float]] = []
-        for row, (loss, is_first) in enumerate(
-            zip(
-                np.split(losses.double().cpu().numpy(), ends),
-                np.split(recalls.double().cpu().numpy(), ends),
-                strict=True,
-            )
-        ):
-            answers = is_answer[row][question.asked[row]]
-            means = (loss[~answers], loss[answers], is_first[answers])
-            measured.append([float(values.mean()) for values in means])
-        return measured
+            for logits, targets in asked_logits(engine, question, self.passed):
+                losses.append(cross_entropy(logits, targets, reduction="none"))
+                is_first.append(logits.argmax(-1) == targets)
+                here, compared = compared[: len(targets)], compared[len(targets) :]
+                expected, whole = whole[: here.sum()], whole[here.sum() :]
+                moved.append(divergences(expected, logits[here.to(logits.device)]))
+        loss, found, distance = (
+            torch.cat(parts).double().cpu().numpy() for parts in (losses, is_first, moved)
+        )
+        row, answers = np.nonzero(asked)[0], pieces.is_answer[chosen]
+
+        def means(values: np.ndarray, of_row: np.ndarray, is_in: np.ndarray) -> np.ndarray:
+            sums = np.bincount(of_row[is_in], values[is_in], len(asked))
+            return sums / np.bincount(of_row[is_in], minlength=len(asked))
+
+        is_answer = answers[asked]
+        columns = [means(loss, row, ~is_answer)]
+        columns += [means(values, row, is_answer) for values in (loss, found)]
+        if len(distance):
+            row, is_answer = np.nonzero(is_compared)[0], answers[is_compared]
+            columns += [means(distance, row, where) for where in (~is_answer, is_answer)]
+        else:
+            # The whole cache is where it is. Elsewhere nothing is compared.
+            columns += 2 * [np.full(len(asked), 0.0 if half == "chooses" else np.nan)]
+        return [[None if np.isnan(x) else x for x in one] for one in np.transpose(columns).tolist()]
+
+    @cached_property
+    def _is_compared(self) -> np.ndarray:
+        """Tokens whose predictions are compared where plans are chosen: the answers, and some of
+        the text, evenly spaced: `[sequence pos]`.
+        """
+        pieces = self.pieces["chooses"]
+        count = len(pieces.tokens)
+        most = max(1, min(MOST_MOVED, MOST_PREDICTIONS // (count * self.info.d_vocab)))
+        compared = pieces.is_answer.copy()
+        for row, is_text in zip(compared, pieces.is_text, strict=True):
+            places = np.flatnonzero(is_text)
+            row[places[:: -(-len(places) // most)]] = True
+        return compared
+
+    @cached_property
+    def _expected(self) -> list[Tensor]:
+        """What the model predicts with its whole cache: for each sequence that chooses, the
+        probabilities before the tokens that are compared, `[compared d_vocab]`.
+        """
+        question = Question(self.pieces["chooses"].tokens, self._is_compared)
+        with self.replica.engine_under(parse_intervention("none"), None) as engine:
+            chunks = [
+                logits.float().softmax(-1)
+                for logits, _ in asked_logits(engine, question, self.passed)
+            ]
+        return [*torch.cat(chunks).split(self._is_compared.sum(1).tolist())]
+
+    def rounds(self, sink: int, recent: int, needle_weight: float) -> list[Round]:
+        """Rounds in which KV heads are opened, by how far predictions have moved where plans are
+        chosen: the mean over tokens of the text, and that over the answers times a weight.
+        """
+        pieces = self.pieces["chooses"]
+        text, answers = (
+            is_in / is_in.sum(1, keepdims=True)
+            for is_in in (self._is_compared & ~pieces.is_answer, pieces.is_answer)
+        )
+        # A weight of 0 would say that answers are not asked for.
+        weights = text + max(needle_weight, 1e-12) * answers
+        asked = Asked(pieces.tokens, weights / len(weights), self._expected)
+        gates = HeadGates(self.replica.model, sink, recent)
+        known = self.opened.setdefault(f"{sink},{recent},{needle_weight:g}", [])
+        before, found = [*map(Round.read, known)], list[Round]()
+        for one in gates.rounds(asked, before, self.passed):
+            found.append(one)
+            if len(found) > len(known):
+                known.append(one.facts)
+        return found

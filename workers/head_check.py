@@ -8,7 +8,7 @@ part the cut hides. As many random heads are kept whole for comparison.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -440,9 +440,21 @@ def recalls_and_losses(
     engine: Engine, question: Question, passed: Callable[[int], None]
 ) -> tuple[Tensor, Tensor]:
     """Whether each token that is asked for is predicted first, and its loss."""
-    model = engine.model
     losses: list[Tensor] = []
     is_first: list[Tensor] = []
+    for logits, targets in asked_logits(engine, question, passed):
+        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+        is_first.append(logits.argmax(-1) == targets)
+    return torch.cat(is_first), torch.cat(losses)
+
+
+def asked_logits(
+    engine: Engine, question: Question, passed: Callable[[int], None]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The logits `[asked d_vocab]` before the tokens that are asked for, and these tokens: some at
+    a time, in their order.
+    """
+    model = engine.model
     size = max(1, MOST_TOKENS // question.tokens.shape[1])
     for start in range(0, len(question.tokens), size):
         tokens, asked = (
@@ -458,8 +470,5 @@ def recalls_and_losses(
         targets = tokens[:, 1:][asked[:, 1:]]  # [asked]
         inputs = PredictionInputs(model, hidden, tokens)
         for stream, target in zip(inputs.chunks(streams), inputs.chunks(targets), strict=True):
-            logits = model.unembed(stream)
-            losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
-            is_first.append(logits.argmax(-1) == target)
+            yield model.unembed(stream), target
         passed(len(tokens))
-    return torch.cat(is_first), torch.cat(losses)

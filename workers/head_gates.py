@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, kl_div, scaled_dot_product_attention
 
 from headcount.workers.engine.engine import StopPass
 from headcount.workers.engine.prediction_inputs import check_unembedding
@@ -47,8 +47,8 @@ class Asked(NamedTuple):
     token never is.
     """
     expected: Sequence[Tensor] | None = None
-    """For each sequence the probabilities that the model should have, `[asked d_vocab]`. None: the
-    tokens themselves.
+    """For each sequence the probabilities that the model should have, `[asked d_vocab]`: its loss is
+    the divergence from them. None: it should have the tokens themselves.
     """
 
     @classmethod
@@ -150,9 +150,7 @@ class HeadGates:
             recall, loss, _ = self._measured(asked, gates, told)
         return recall, loss
 
-    def asked(
-        self, asked: Asked, opened: tuple[KVHead, ...], told: Callable[[int], None]
-    ) -> Round:
+    def asked(self, asked: Asked, opened: tuple[KVHead, ...], told: Callable[[int], None]) -> Round:
         """What the model knows with these heads open."""
         gates = torch.zeros(self.model.info.n_layers, self.n_kv_heads)
         for layer, head in opened:
@@ -181,8 +179,10 @@ class HeadGates:
             is_asked = weights > 0
             logits = self.model.unembed(self._final(tokens, of_batch)[:, :-1][is_asked])
             targets = tokens[:, 1:][is_asked]
-            expected = targets if part.expected is None else torch.cat([*part.expected])
-            losses = cross_entropy(logits, expected, reduction="none")
+            if part.expected is None:
+                losses = cross_entropy(logits, targets, reduction="none")
+            else:
+                losses = divergences(torch.cat([*part.expected]), logits)
             weighted = (losses * weights[is_asked]).sum()
             if weighted.requires_grad:
                 weighted.backward()
@@ -195,8 +195,7 @@ class HeadGates:
         return known / int((asked.weights[:, 1:] > 0).sum()), loss, of_all
 
     def _final(self, tokens: Tensor, gates: Tensor) -> Tensor:
-        """The stream after the last norm, `[batch pos d_model]`, with `gates [batch layer kv_head]`.
-        """
+        """The stream after the last norm, `[batch pos d_model]`, with `gates [batch layer kv_head]`."""
         finals: list[Tensor] = []
 
         def end_pass(_module: object, args: tuple[Tensor, ...]) -> None:
@@ -238,3 +237,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, seen: Ten
         )
     scores = all_scores(q, k, facts).masked_fill(~seen, -torch.inf)
     return weighted_values(pattern_of(scores, facts), v)
+
+
+def divergences(whole: Tensor, logits: Tensor) -> Tensor:
+    """Σ_v p[v] log(p[v] / p'[v]) of each row: `whole [row d_vocab]` is p, p' is of the logits.
+
+    >>> divergences(torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, 0.0]])).tolist()
+    [0.0]
+    """
+    return kl_div(logits.float().log_softmax(-1), whole, reduction="none").sum(-1)

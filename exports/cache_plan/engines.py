@@ -175,9 +175,8 @@ ENGINES = {
             "plan.json",
             alternatives=(
                 Alternative("KV head", window=True),
-                Alternative("layer", keys="affine8", values="affine8"),
-                *_alternatives("layer", ("affine4",)),
-                Alternative("layer", keys="affine2", values="affine2"),
+                *_alternatives("layer", ("affine8", "affine4")),
+                Alternative("layer", values="affine2"),
             ),
             sink=4,
             whole=4,

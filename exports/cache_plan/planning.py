@@ -14,7 +14,15 @@ from rich.console import Console
 
 from headcount.exports.cache_plan.engines import CacheEngine
 from headcount.exports.cache_plan.plans import CacheShape
-from headcount.exports.cache_plan.search import LEAST_RECALL, SURE, Found, Goal, Point, Search
+from headcount.exports.cache_plan.search import (
+    LEAST_RECALL,
+    SURE,
+    Found,
+    Goal,
+    Point,
+    Search,
+    not_undercut,
+)
 from headcount.exports.formats.windows.window_choice import cost
 from headcount.exports.shared.confirmation import shown_and_kept
 from headcount.jobs.bars import waiting
@@ -63,7 +71,9 @@ class PlanRequest:
                 raise QueryError(f"--engine {self.engine.name}: {trial.info.name}: {problem}")
             pieces = trial.pieces
             identity = self._identity(trial)
-        trial.known.update(self._known(identity))
+        answers, opened = self._known(identity)
+        trial.known.update(answers)
+        trial.opened.update(opened)
         # A folder that cannot be written is refused before anything is paid for.
         self._save(trial, identity)
         with waiting(console, "loading the model"):
@@ -77,7 +87,7 @@ class PlanRequest:
         with shown_and_kept("cache-plan", "cache-plan: ", passes, save) as trial.passed:
             found = search.run()
             facts = self._facts(trial, shape, search, found)
-        content = {**identity, **facts, "answers": trial.known}
+        content = {**identity, **facts, "answers": trial.known, "opened": trial.opened}
         files = {PLAN: json.dumps(content, indent=1).encode()}
         if found.chosen is not None and self.engine.files is not None:
             files |= self.engine.files(found.chosen.plan, shape)
@@ -123,21 +133,21 @@ class PlanRequest:
             "texts": [text_record(text) for text in self.texts or [BUNDLED_LICENSE]],
         }
 
-    def _known(self, identity: Mapping[str, Any]) -> dict[str, list[list[float]]]:
-        """What an earlier command with the same questions has measured."""
+    def _known(self, identity: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The answers of an earlier command with the same questions, and its rounds of opening."""
         file = self.folder / PLAN
         if not file.is_file():
-            return {}
+            return {}, {}
         try:
             before = json.loads(file.read_text())
             differing = [name for name, fact in identity.items() if before.get(name) != fact]
-            answers = before["answers"]
+            known = before["answers"], before["opened"]
         except (ValueError, LookupError, AttributeError):
-            differing, answers = ["its form"], {}
+            differing, known = ["its form"], ({}, {})
         if not differing:
-            return answers
+            return known
         if self.replace:
-            return {}
+            return {}, {}
         raise QueryError(
             f"{file}: is a plan of other questions ({', '.join(differing)} differ); choose another "
             "folder, or say --replace"
@@ -145,7 +155,8 @@ class PlanRequest:
 
     def _save(self, trial: CacheTrial, identity: Mapping[str, Any]) -> None:
         """Write what is known so far."""
-        content = {**identity, "unfinished": "its search", "answers": trial.known}
+        known = {"answers": trial.known, "opened": trial.opened}
+        content = {**identity, "unfinished": "its search", **known}
         self._write({PLAN: json.dumps(content, indent=1).encode()})
 
     def _write(self, files: Mapping[str, bytes]) -> None:
@@ -215,11 +226,8 @@ class PlanRequest:
 
 def pareto(tried: Sequence[Point]) -> list[Point]:
     """The plans that none undercuts in both bytes and cost, the largest first; some of many."""
-    best: list[Point] = []
-    for point in sorted(tried, key=lambda each: (each.bytes_per_token, each.cost)):
-        if not best or point.cost < best[-1].cost:
-            best.append(point)
-    best.reverse()
+    sizes, costs = ([getattr(one, name) for one in tried] for name in ("bytes_per_token", "cost"))
+    best = [tried[index] for index in reversed(not_undercut(sizes, costs))]
     if len(best) > MOST_POINTS:
         places = np.linspace(0, len(best) - 1, MOST_POINTS).round().astype(int)
         best = [best[place] for place in places.tolist()]

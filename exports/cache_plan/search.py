@@ -1,5 +1,10 @@
 """Which plan saves most at a loss: choices alone, then together in rounds, always measured.
 
+What a plan costs is how far predictions move from those of the whole cache. Plans that treat all
+heads alike come first. Beside one of them that costs next to nothing, each choice is tried alone. A
+window of one head costs nothing alone, because others do the same: heads are cut all together and
+opened in rounds, and a window costs what is gained where its head is opened.
+
 A sum of what single choices cost is no result: here it only says what is tried next. Each round
 takes the next choices, deals them into two hands, measures each hand together with what is chosen,
 and keeps the hand that costs less for each byte that it saves. The other one goes back, at the cost
@@ -13,18 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from headcount.exports.cache_plan.engines import CacheEngine
-from headcount.exports.cache_plan.plans import CachePlan, CacheShape, Choice
+from headcount.exports.cache_plan.plans import CachePlan, CacheShape, Choice, KVHead
 from headcount.exports.shared.certainty import Stability, half_of, stability_of
 from headcount.schemas.errors import counted
 from headcount.workers.cache_trial import CacheTrial, Measured
+from headcount.workers.head_gates import ROUNDS as ROUNDS_OF_OPENING
+from headcount.workers.head_gates import Round
 
 FEW = 4  # of many choices, each is measured alone on one in so many sequences
 MANY = 32  # choices from which on that is done
+
+PASSES_OF_A_ROUND = 4  # as long as a round of opening heads takes, forward and backward
 
 ROUNDS = 16  # about as many rounds lead through all choices
 
@@ -33,8 +44,15 @@ PERMUTATIONS = 999
 
 LEAST_RECALL = 0.95  # of the whole cache's, that --task recall keeps
 
-FREE = 0.1  # the share of the allowed loss that a uniform plan may cost to begin with
-FREE_LOSS = 0.005  # the same in nats if no loss is stated
+NEEDLE_WEIGHT = 0.2
+"""What a nat at an answer counts beside one at each token of a text: an answer is found as before
+until its predictions have moved some tenths of a nat, which would be much for a text.
+"""
+
+FREE = 0.1
+"""The share that a uniform plan to begin with may cost of the loss that is allowed, or else of the
+best uniform plan that is small enough.
+"""
 
 MOST_FAILURES = 8  # rounds that cost too much, until the search ends
 
@@ -53,7 +71,7 @@ class Point(NamedTuple):
     plan: CachePlan
     bytes_per_token: float
     loss: float  # rise of the loss of text, in nats per token
-    cost: float  # the same, and with --task recall the rise of the loss of answers
+    cost: float  # how far predictions of text, with --task recall also of answers, have moved
     recall: float
 
 
@@ -63,7 +81,7 @@ class Found:
 
     chosen: Point | None  # None: nothing that was tried does what is asked for
     tried: list[Point]  # all that were measured together
-    alone: dict[Choice, np.ndarray]  # what each choice costs alone: `[sequence]`
+    alone: dict[Choice, np.ndarray]  # what each choice costs by itself: `[sequence]`
     p_alike: dict[str, float]  # of each kind: how likely costs differ so if all are alike
     stability: Stability | None
 
@@ -101,22 +119,29 @@ class Search:
             self.few = max(2, -(-self.sequences // FEW))
 
     @property
+    def _needle_weight(self) -> float:
+        return NEEDLE_WEIGHT if self.goal.recall else 0.0
+
+    @property
     def passes(self) -> int:
         """How many sequences go through the model where documents choose, at most."""
-        rounds = 2 * (ROUNDS + MOST_FAILURES) if self.choices else 0
-        whole = 1 + len(self.uniform) + rounds
-        return self.sequences * whole + self.few * len(self.choices)
+        whole, opened = 2, 0
+        if self._windows:
+            opened = PASSES_OF_A_ROUND * (1 + ROUNDS_OF_OPENING)
+        if self.choices:
+            whole += 2 * (ROUNDS + MOST_FAILURES)
+        few = len(self.uniform) + len(self.choices) - len(self._windows)
+        return self.sequences * (whole + opened + len(self.uniform)) + self.few * few
 
     def run(self) -> Found:
         """Search; what is known already is not measured again."""
         self.tell("the whole cache")
         untouched = self._point(CachePlan.untouched(self.shape))
-        self.tell(f"{counted(len(self.uniform), 'plan')} that treat all heads alike")
-        tried = [untouched, *map(self._point, self.uniform)]
+        tried = [untouched, *self._uniform_points()]
         if not self.choices:
             return Found(self._best(tried), tried, {}, {}, None)
         start = self._start(tried)
-        alone = self._alone()
+        alone = self._alone(start.plan) | self._opened()
         found = Found(None, tried, alone, self._p_alike(alone), None)
         if found.can_choose:
             tried += self._rounds(start, alone)
@@ -131,13 +156,11 @@ class Search:
         """Changes of the losses of each sequence, and the recall."""
         full = self.trial.measure("chooses", "none", count)
         changed = self.trial.measure("chooses", plan.intervention(self.shape), count)
-        return Measured(changed.text - full.text, changed.needle - full.needle, changed.recall)
+        return changed._replace(text=changed.text - full.text, needle=changed.needle - full.needle)
 
     def _costs(self, changes: Measured) -> np.ndarray:
-        if not self.goal.recall:
-            return changes.text
-        # Answers that are surer than with the whole cache pay for nothing.
-        return changes.text + changes.needle.clip(min=0)
+        """What it costs in each sequence: `[sequence]`."""
+        return changes.text_moved + self._needle_weight * changes.needle_moved
 
     def _point(self, plan: CachePlan) -> Point:
         changes = self._changes(plan)
@@ -170,22 +193,63 @@ class Search:
         # What keeps needles comes before what does not.
         return min(small, key=lambda point: (not self._is_allowed(point), point.cost), default=None)
 
-    # Choices alone
+    # Choices by themselves
+
+    def _uniform_points(self) -> list[Point]:
+        """Plans that treat all heads alike: on few sequences, and those that are worth it on all."""
+        self.tell(f"{counted(len(self.uniform), 'plan')} that treat all heads alike")
+        costs = [self._costs(self._changes(plan, self.few)).mean() for plan in self.uniform]
+        sizes = [plan.bytes_per_token(self.shape) for plan in self.uniform]
+        return [self._point(self.uniform[index]) for index in not_undercut(sizes, costs)]
 
     def _start(self, uniform: Sequence[Point]) -> Point:
         """The smallest plan for all heads that costs next to nothing."""
-        free = FREE_LOSS if self.goal.loss is None else FREE * self.goal.loss
-        cheap = [point for point in uniform if point.cost <= free and self._is_allowed(point)]
+        if self.goal.loss is not None:
+            most = self.goal.loss
+        else:
+            most = min((point.cost for point in uniform if self._is_small(point)), default=0.0)
+        cheap = [
+            point
+            for point in uniform
+            if point.cost <= FREE * most and self._is_allowed(point) and not self._is_small(point)
+        ]
         return min(cheap, key=lambda point: point.bytes_per_token, default=uniform[0])
 
-    def _alone(self) -> dict[Choice, np.ndarray]:
-        """What each choice costs alone: `[sequence]`."""
-        untouched = CachePlan.untouched(self.shape)
-        plans = {choice: untouched.with_choices(self.shape, [choice]) for choice in self.choices}
-        self.tell(f"{counted(len(plans), 'choice')}, each alone, on {self.few} sequences")
-        return {
-            choice: self._costs(self._changes(plan, self.few)) for choice, plan in plans.items()
+    def _alone(self, start: CachePlan) -> dict[Choice, np.ndarray]:
+        """What each choice costs beside a plan: `[sequence]`."""
+        plans = {
+            choice: start.with_choices(self.shape, [choice])
+            for choice in self.choices
+            if choice not in self._windows
         }
+        plans = {choice: plan for choice, plan in plans.items() if plan != start}
+        if not plans:
+            return {}
+        self.tell(f"{counted(len(plans), 'choice')}, each alone, on {self.few} sequences")
+        before = self._costs(self._changes(start, self.few))
+        return {
+            choice: self._costs(self._changes(plan, self.few)) - before
+            for choice, plan in plans.items()
+        }
+
+    @cached_property
+    def _windows(self) -> dict[Choice, KVHead]:
+        """The choices of a window for a single KV head, if the engine has these."""
+        units = {each.unit for each in self.engine.alternatives if each.window}
+        if units != {"KV head"}:
+            return {}
+        return {choice: choice.heads[0] for choice in self.choices if choice.window}
+
+    def _opened(self) -> dict[Choice, np.ndarray]:
+        """What the windows of single heads cost where all are cut and opened in rounds:
+        `[sequence]`.
+        """
+        if not self._windows:
+            return {}
+        self.tell(f"{counted(len(self._windows), 'KV head')} cut, and opened in rounds")
+        rounds = self.trial.rounds(self.shape.sink, self.shape.recent, self._needle_weight)
+        costs = window_costs(rounds, self.shape.kv_heads)
+        return {choice: costs[head] for choice, head in self._windows.items()}
 
     def _price(
         self, plan: CachePlan, choice: Choice, alone: dict[Choice, np.ndarray]
@@ -203,7 +267,7 @@ class Search:
         """
         kinds: dict[str, list[np.ndarray]] = {}
         for choice, costs in alone.items():
-            kinds.setdefault(choice.kind, []).append(costs[: self.few])
+            kinds.setdefault(choice.kind, []).append(costs)
         return {kind: p_alike(np.array(costs)) for kind, costs in kinds.items() if len(costs) > 1}
 
     # Choices together
@@ -221,7 +285,11 @@ class Search:
             ]
             queue.sort(key=lambda choice: self._price(current.plan, choice, costs))
             next_ones = queue[: 2 * size]
-            hands = [hand for hand in (next_ones[0::2], next_ones[1::2]) if hand]
+            hands = [
+                self._cut_to_size(current.plan, hand)
+                for hand in (next_ones[0::2], next_ones[1::2])
+                if hand
+            ]
             if not hands:
                 break
             self.tell(
@@ -242,6 +310,16 @@ class Search:
                 continue
             current = points[better]
         return tried
+
+    def _cut_to_size(self, plan: CachePlan, hand: Sequence[Choice]) -> Sequence[Choice]:
+        """As many of the choices as make a plan small enough."""
+        if self.goal.share is None:
+            return hand
+        most = self.goal.share * self.full_bytes
+        for count in range(1, len(hand)):
+            if plan.with_choices(self.shape, hand[:count]).bytes_per_token(self.shape) <= most:
+                return hand[:count]
+        return hand
 
     def _price_of(self, before: Point, after: Point) -> tuple[bool, float]:
         saved = before.bytes_per_token - after.bytes_per_token
@@ -269,6 +347,38 @@ class Search:
             return sorted(means, key=lambda choice: float(means[choice]))[: len(chosen)]
 
         return stability_of(best, parts)
+
+
+def window_costs(rounds: Sequence[Round], heads: Sequence[KVHead]) -> dict[KVHead, np.ndarray]:
+    """What a window of each head costs in each sequence, `[sequence]`: what was gained in the round
+    that opened the head, shared by the gains. Heads that stayed cut share what is still lost.
+    """
+    costs: dict[KVHead, np.ndarray] = {}
+
+    def share(asked: Round, members: Sequence[KVHead], fall: float) -> None:
+        total = sum(max(0.0, float(asked.of_all[head])) for head in members)
+        for layer, head in members:
+            gains = asked.gains[:, layer, head]
+            is_gain = gains.sum() > 0 and fall > 0
+            costs[layer, head] = gains * len(gains) * (fall / total) if is_gain else 0 * gains
+
+    for before, after in pairwise(rounds):
+        share(before, after.opened[len(before.opened) :], before.loss - after.loss)
+    share(rounds[-1], [head for head in heads if head not in costs], rounds[-1].loss)
+    return costs
+
+
+def not_undercut(sizes: Sequence[float], costs: Sequence[float]) -> list[int]:
+    """Which of some plans no other undercuts in both, the smallest first.
+
+    >>> not_undercut([3, 1, 2, 4], [5, 9, 9, 0])
+    [1, 0, 3]
+    """
+    best: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (sizes[i], costs[i])):
+        if not best or costs[index] < costs[best[-1]]:
+            best.append(index)
+    return best
 
 
 def p_alike(costs: np.ndarray) -> float:
