@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     token never is.
     """
     expected: Sequence[Tensor] | None = None
-    """For each sequence the probabilities that the model should have, `[asked d_vocab]`: its loss is
+    """Probabilities that the model should have, `[asked d_vocab]` for each sequence. Its loss is
     the divergence from them. None: it should have the tokens themselves.
     """
 
@@ -195,7 +195,7 @@ class HeadGates:
         return known / int((asked.weights[:, 1:] > 0).sum()), loss, of_all
 
     def _final(self, tokens: Tensor, gates: Tensor) -> Tensor:
-        """The stream after the last norm, `[batch pos d_model]`, with `gates [batch layer kv_head]`."""
+        """The stream after the last norm, `[batch pos d_model]`; gates are `[batch layer head]`."""
         finals: list[Tensor] = []
 
         def end_pass(_module: object, args: tuple[Tensor, ...]) -> None:

@@ -196,7 +196,7 @@ class Search:
     # Choices by themselves
 
     def _uniform_points(self) -> list[Point]:
-        """Plans that treat all heads alike: on few sequences, and those that are worth it on all."""
+        """Plans that treat all heads alike: on few sequences, and those worth it on all."""
         self.tell(f"{counted(len(self.uniform), 'plan')} that treat all heads alike")
         costs = [self._costs(self._changes(plan, self.few)).mean() for plan in self.uniform]
         sizes = [plan.bytes_per_token(self.shape) for plan in self.uniform]
