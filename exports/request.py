@@ -30,7 +30,6 @@ from headcount.exports.shared.registry import (
 from headcount.exports.shared.source import (
     CALIBRATION,
     CHECK,
-    CONFIRMATION,
     OPENING,
     ExportSource,
     choose_run,
@@ -72,7 +71,7 @@ class ExportRequest:
         needs = self.export.needs(self.options)
         calibrates = needs.calibrated and self.model is not None
         opens = self.export.opens(self.options)
-        total = self.export.measures + calibrates + opens
+        total = calibrates + opens
         if self.model is not None:
             total += 1 + (needs.baseline is not None)
         if self.check_sequences is not None:
@@ -97,17 +96,15 @@ class ExportRequest:
         return self._confirmed(source, setting, str(runs), steps, calibrates)
 
     def _chosen(self, runs: str, run_ids: list[str], baseline: RunDatabase | None) -> ExportSource:
-        source = choose_run(
+        return choose_run(
             _opened(runs, self.code), self.export, self.options, self.destination, run_ids, baseline
         )
-        return dataclasses.replace(source, device=self.device, trust_plugins=self.trust_plugins)
 
     def _confirmed(
         self, source: ExportSource, setting: Setting, runs: str, steps: Steps, calibrates: bool
     ) -> tuple[Exported, ExportSource, int]:
         """Write the list, then measure what confirms it, and write that into the file."""
-        awaited = [CALIBRATION] * calibrates + [CONFIRMATION] * self.export.measures
-        awaited += [OPENING] * self.export.opens(self.options)
+        awaited = [CALIBRATION] * calibrates + [OPENING] * self.export.opens(self.options)
         awaited += [CHECK] * (self.check_sequences is not None)
 
         before = self._facts_of_before(source)
@@ -129,9 +126,6 @@ class ExportRequest:
             now = awaited.pop(0)
             if now == CALIBRATION:
                 source = self._calibrated(source, runs, steps)
-            elif now == CONFIRMATION:
-                # The format measures it, now that the file does not await it.
-                steps.begin("the choice, by measured losses")
             elif now == OPENING and trial is not None:
                 steps.begin("heads are opened in rounds, those first with which most is recalled")
                 source = self._opened(trial, source, first.awaits)
@@ -171,7 +165,7 @@ class ExportRequest:
             self._written(self._made(dataclasses.replace(source, awaits=CHECK, check=check)))
 
         check = source.check
-        if check is None or "verdict" not in check or self.export.measures:
+        if check is None or "verdict" not in check:
             check = checked(trial, cut, steps.begin, save)
         return dataclasses.replace(source, check=check)
 
@@ -310,7 +304,7 @@ class ExportRequest:
             run, DRAWN_HEADS, DRAWN_SEQUENCES, 0, resources.on_cpu, self.trust_plugins
         )
         steps.begin(f"calibration: the effects of {DRAWN_HEADS} heads against interventions")
-        measure_losses_beside(run, losses, "calibration", resources)
+        measure_losses_beside(run, losses, resources)
 
 
 def _known_answers(trial: HeadTrial, facts: Mapping[str, Any]) -> dict[str, float]:

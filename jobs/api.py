@@ -18,7 +18,6 @@ from headcount.jobs.bars import waiting
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.endings import is_a_command
 from headcount.jobs.plan.calibration import announce
-from headcount.jobs.plan.passes import Passes
 from headcount.jobs.plan.plan import make_plan, where_begun
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.plan.scan_files import ScanOfCheckpoint, refuse_checkpoints
@@ -72,11 +71,9 @@ def _run(
     new: bool = False,
     quiet: bool = False,
     calibrates: str | None = None,
-    passes: Passes | None = None,
 ) -> Place:
-    """Run a scan; `calibrates` is the run beside which it measures losses, for its manifest.
-
-    `passes`, if there are any, are announced before they begin.
+    """Run a scan; `calibrates` is the run beside which it measures losses, for its manifest. Its
+    passes are announced: heads times sequences are many.
     """
     scan, name, text = requested
     prepare_process()
@@ -92,7 +89,7 @@ def _run(
         if calibrates is not None:
             manifest = plan.manifest.model_copy(update={"calibrates": calibrates})
             plan = replace(plan, manifest=manifest)
-        models = None if passes is None else announce(plan, resources, console, passes)
+        models = None if calibrates is None else announce(plan, resources, console)
         prepare_run(plan, text)
         failures = run_to_end(plan, resources, console, models=models)
     if failures:
@@ -117,22 +114,15 @@ def _advised_here() -> Iterator[None]:
 
 
 def measure_losses_beside(
-    run: RunDirectory,
-    fields: Mapping[str, object],
-    word: str,
-    resources: Resources,
-    passes: Passes | None = None,
+    run: RunDirectory, fields: Mapping[str, object], resources: Resources
 ) -> Place:
-    """Measure losses beside a run by a scan, as NAME-WORD, or continue; returns where it lies.
-
-    `passes` are those of a command that measures several times.
+    """Measure losses beside a run by a scan, as NAME-calibration, or continue; returns where it
+    lies.
     """
     with where_begun(run, []):
         # The name of a run is its id without the hash at the end.
-        requested = _read(fields, {}, f"{run.run_id.rpartition('-')[0]}-{word}")
-        # Heads times sequences are many passes, so people are told before.
-        passes = passes or Passes()
-        return _run(requested, resources, calibrates=run.run_id, passes=passes)
+        requested = _read(fields, {}, f"{run.run_id.rpartition('-')[0]}-calibration")
+        return _run(requested, resources, calibrates=run.run_id)
 
 
 def _read(

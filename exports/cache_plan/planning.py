@@ -23,7 +23,7 @@ from headcount.exports.cache_plan.search import (
     Search,
     not_undercut,
 )
-from headcount.exports.formats.windows.window_choice import cost
+from headcount.exports.shared.certainty import cost
 from headcount.exports.shared.confirmation import shown_and_kept
 from headcount.jobs.bars import waiting
 from headcount.jobs.plan.passes import seconds_of, words_of_passes

@@ -157,7 +157,7 @@ def _lists(source: ExportSource) -> list[str]:
         needs = export.needs(options)
         other = replace(source, format=export, options=options)
         # Some also need another run, or measure one.
-        if needs.baseline or needs.calibrated or export.measures:
+        if needs.baseline or needs.calibrated:
             continue
         if (needs.statistics or needs.profiles) and problem_of(other, needs) is None:
             try:

@@ -69,6 +69,23 @@ class DocumentSums:
         return DocumentSums(self.totals[documents], self.numbers[documents])
 
 
+def cost(changes: np.ndarray, documents: np.ndarray) -> dict[str, float]:
+    """The mean of changes of the loss `[sequence]`, and its standard error over documents.
+
+    >>> cost(np.array([1.0, 3.0, 2.0, 2.0]), np.array([5, 5, 8, 9]))
+    {'delta_nll': 2.0, 'standard_error': 0.0, 'documents': 3}
+    """
+    _, of_document = np.unique(documents, return_inverse=True)
+    # One layer of one head.
+    totals = np.bincount(of_document, changes)[:, None, None]
+    sums = DocumentSums(totals, np.bincount(of_document))
+    return {
+        "delta_nll": sums.means.item(),
+        "standard_error": sums.errors.item(),
+        "documents": sums.documents,
+    }
+
+
 @dataclass(frozen=True)
 class Scores:
     """A score of every head, and how surely it is above a baseline: `[layer head]` each."""

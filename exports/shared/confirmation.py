@@ -1,5 +1,4 @@
-"""What confirms a list: losses under interventions, in runs of their own beside the run, and the
-check of a cut cache.
+"""What confirms a list: heads that are opened in rounds, and the check of a cut cache.
 
 The list is written before, and says what it still awaits. Each step says how many passes it takes.
 What is measured stays, so after an interrupt the same command goes on where it was.
@@ -9,27 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headcount.exports.shared.registry import CacheCut
 from headcount.exports.shared.source import ExportSource
-from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.queries.commands.query import tell_user
-from headcount.queries.open.sql_text import text_literal
-from headcount.schemas.errors import QueryError, counted
-from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import absolute
+from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:
     from headcount.workers.head_check import HeadTrial
     from headcount.workers.head_gates import Asked
 
 SAVED_SECONDS = 10.0  # after so long, what a check has measured is written into the file
-
-FEWEST_DOCUMENTS = 4  # half of them choose and the others report, and a standard error needs two
 
 
 class Steps:
@@ -205,113 +198,3 @@ def shown_and_kept(
         except BaseException:
             save()
             raise
-
-
-def documents_of(source: ExportSource, sequences: int) -> np.ndarray:
-    """The document of each of the first sequences of a run, numbered from 0: `[sequence]`."""
-    rows = source.database.rows(
-        f"""
-        SELECT dense_rank() OVER (ORDER BY document, if(document IS NULL, sequence, NULL)) - 1
-        FROM internal.documents
-        WHERE {source.condition} AND sequence < {sequences}
-        ORDER BY sequence"""
-    )
-    documents = np.array(rows)[:, 0]
-    if documents.max() + 1 < FEWEST_DOCUMENTS:
-        raise QueryError(
-            f"run {source.run_id}: expected {FEWEST_DOCUMENTS} documents or more in its first "
-            f"{counted(len(rows), 'sequence')}, so that half of them choose and the others report, "
-            f"got {documents.max() + 1}; raise --sequences, or measure more"
-        )
-    return documents
-
-
-class LossChanges:
-    """What a format's interventions do to the loss on the first sequences of a run.
-
-    It is measured in runs NAME-confirmation beside the run, which are continued if they are there:
-    nothing is measured twice.
-    """
-
-    def __init__(self, source: ExportSource, parts: int, passes: int) -> None:
-        """It will be asked so many times, for at most so many passes."""
-        self.source, self.parts, self.passes = source, parts, passes
-        self.asked = 0
-        self.run_ids: list[str] = []
-
-    def under(self, interventions: Sequence[str], sequences: int, words: str) -> np.ndarray:
-        """The loss under each intervention less that of the untouched model, in nats per token:
-        `[intervention sequence]`. `words` say what is measured.
-        """
-        source = self.source
-        self.asked += 1
-        self.passes -= (1 + len(interventions)) * sequences
-        key = (sequences, *interventions)
-        if key not in source.known_changes:
-            tell_user(f"part {self.asked} of {self.parts}: {words}")
-            source.passes.later = max(0, self.passes)
-            source.known_changes[key] = _measured_changes(source, interventions, sequences)
-        changes, run_id = source.known_changes[key]
-        self.run_ids.append(run_id)
-        return changes
-
-
-def _measured_changes(
-    source: ExportSource, interventions: Sequence[str], sequences: int
-) -> tuple[np.ndarray, str]:
-    # What is not measured needs no torch.
-    from headcount.jobs.api import measure_losses_beside
-    from headcount.jobs.plan.calibration import scan_of_losses
-    from headcount.jobs.resources import Resources
-
-    # Paths would mean something else where the run was begun.
-    run = RunDirectory(absolute(source.opened.directory.path))
-    resources = Resources(replicas=0, device=source.device)
-    fields = scan_of_losses(run, interventions, sequences, resources.on_cpu, source.trust_plugins)
-    path = measure_losses_beside(run, fields, "confirmation", resources, source.passes)
-    database = open_runs(path)
-    if _what_was_read(database, sequences) != _what_was_read(source.database, sequences, source):
-        raise QueryError(
-            f"{path}: its model or its sequences are not those of run {source.run_id}; expected "
-            "both where they were, as they were"
-        )
-    rows = database.rows(
-        f"""
-        SELECT changed.intervention, changed.loss::DOUBLE - untouched.loss
-        FROM sequences AS changed
-        JOIN sequences AS untouched USING (sequence)
-        WHERE untouched.intervention = 'none' AND sequence < {sequences}
-        ORDER BY sequence"""
-    )
-    changes = {text: [change for name, change in rows if name == text] for text in interventions}
-    return np.array([*changes.values()], float), RunDirectory(path).run_id
-
-
-def _what_was_read(
-    database: RunDatabase, sequences: int, source: ExportSource | None = None
-) -> list[tuple[object, ...]]:
-    """The model and the tokens of the first sequences of the only run, or of a source's."""
-    only = "true" if source is None else f"run_id = {text_literal(source.run_id)}"
-    return database.rows(
-        f"""
-        SELECT model_fingerprint, sequence, hash(sequences.tokens)
-        FROM sequences
-        JOIN runs USING (run_id)
-        WHERE {only} AND intervention = 'none' AND sequence < {sequences}
-        ORDER BY sequence"""
-    )
-
-
-def layer_types_problem(source: ExportSource) -> str | None:
-    """Why transformers takes no windows of single layers for the model; None if it does."""
-    from headcount.jobs.plan.plan import where_begun
-    from headcount.workers.model.info import layer_types
-    from headcount.workers.model.info.description import find_model
-
-    manifest = source.opened.manifest
-    if manifest.model["layout"] != "huggingface":
-        return f"the model has a layout of its own ({manifest.model['layout']})"
-    scan = manifest.identity["scan"]
-    with where_begun(source.opened.directory, []):
-        path = find_model(scan["model"], scan.get("revision"))
-    return layer_types.layer_types_problem(path)

@@ -187,7 +187,6 @@ class ExportFormat(Entry):
     writes: Literal["file", "folder"]
     example: str  # a path that a user might write it to
     load: str = ""  # Python that loads what was written to that path. A test runs ours.
-    measures: bool = False  # whether it measures more than the run has, in runs beside it
     opens: Callable[[Options], bool] = lambda _: False
     """Whether its KV heads are ranked by what the model recalls while they are opened in rounds."""
     refusal: Callable[[Setting, Options], str | None] = lambda _, __: None

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,6 @@ from headcount.exports.shared.certainty import (
     sure_heads,
 )
 from headcount.exports.shared.registry import ExportFormat, Needs, Options, Setting, ranked
-from headcount.jobs.plan.passes import Passes
 from headcount.queries.answers.loss_effects import NOT_CALIBRATED, effects_among
 from headcount.queries.ask.asking import Record, RunDatabase
 from headcount.queries.open.column_facts import column_facts
@@ -36,9 +35,9 @@ from headcount.schemas.values import in_toml
 UNFINISHED = "unfinished"
 """What a file says of itself under this name as long as its list is not confirmed."""
 
-CALIBRATION, CONFIRMATION = "calibration of its effects", "measured losses"
+CALIBRATION = "calibration of its effects"
 OPENING, CHECK = "what the model recalls with some heads open", "its check"
-"""What confirms a list: interventions whose effects it estimates, losses with all that it chose,
+"""What confirms a list: interventions whose effects it estimates, heads that are opened in rounds,
 and a cut cache.
 """
 
@@ -64,15 +63,6 @@ class ExportSource:
     split: tuple[int, int] | None = None  # half of which split `sums` are over; None: all
     known_sums: dict[str, DocumentSums] = field(default_factory=dict, repr=False)
     """What was read already: halves are parts of it."""
-    known_changes: dict[tuple[int | str, ...], tuple[np.ndarray, str]] = field(
-        default_factory=dict, repr=False
-    )
-    """Changes of the loss that were measured already, and the run that did, by the number of
-    sequences and the interventions.
-    """
-    passes: Passes = field(default_factory=Passes, repr=False)
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where it measures (`confirmation`)
-    trust_plugins: bool = False  # whether it then runs the plug-ins that the run keeps
     awaits: str | None = None
     """What confirms the list and is not measured yet: the file is written before, and says so."""
     opening: Mapping[str, Any] | None = None

@@ -326,7 +326,7 @@ def calibrate(
     resources = Resources.asked_for(replicas, cores, device, address)
     on_cpu = resources.on_cpu
     fields = calibration_of(directory, heads, sequences, seed, on_cpu, trust_plugins)
-    path = measure_losses_beside(directory, fields, "calibration", resources)
+    path = measure_losses_beside(directory, fields, resources)
     print(path)
     print(f"  headcount query {path.parent} effect_calibration")
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from headcount.jobs.bars import bar, waiting
 from headcount.jobs.console import say
-from headcount.jobs.plan.passes import Passes, seconds_of, words_of_passes
+from headcount.jobs.plan.passes import seconds_of, words_of_passes
 from headcount.jobs.plan.plan import SHARD_OPERATIONS, Plan, plugins_of, sequences_in_a_shard
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import RunError, ScanError, counted
@@ -61,20 +61,6 @@ def calibration_of(
             f"sequences of {n_ctx} tokens (shorter windows), and it has none; add "
             '"effects" to statistics in its scan, and scan again'
         )
-    return scan_of_losses(run, interventions, sequences, on_cpu, trust_plugins)
-
-
-def scan_of_losses(
-    run: RunDirectory,
-    interventions: Sequence[str],
-    sequences: int,
-    on_cpu: bool,
-    trust_plugins: bool = False,
-) -> dict[str, Any]:
-    """The fields of a scan of the losses of the first sequences of a run: of the untouched model,
-    and under interventions. `on_cpu` says where, because of the size of a shard.
-    """
-    manifest = run.manifest()
     fields = dict(manifest.identity["scan"])
     fields |= {
         "interventions": ["none", *interventions],
@@ -105,9 +91,7 @@ def scan_of_losses(
 TIMED_TOKENS = 4096  # of the passes by whose time that of all others is told
 
 
-def announce(
-    plan: Plan, resources: Resources, console: Console, passes: Passes
-) -> "KnownModels | None":
+def announce(plan: Plan, resources: Resources, console: Console) -> "KnownModels | None":
     """Say how many passes a scan of losses will take and about how long, by the time of a few.
 
     Returns the model that was loaded for it; none if all is measured, or other processes measure.
@@ -117,24 +101,25 @@ def announce(
         return None
     sequences = min(shards_left * plan.scan.sequences_per_shard, plan.manifest.sequences)
     count = sequences * len(plan.scan.interventions)
-    if not resources.replicas and passes.seconds is None:
+    models = seconds = None
+    if not resources.replicas:
         # Imported here: who only draws heads needs no torch.
         from headcount.workers.known_models import KnownModels
         from headcount.workers.replica import Replica, resolve_device
 
         with waiting(console, "loading the model"):
-            passes.models = KnownModels()
+            models = KnownModels()
             device = resolve_device(resources.device)
-            replica = Replica(plan.info, plan.scan, device, passes.models.load)
+            replica = Replica(plan.info, plan.scan, device, models.load)
             tokens = plan.sequences.shard(0).tokens
             in_batch = max(1, min(len(tokens), TIMED_TOKENS // plan.scan.n_ctx))
         with bar(console, "") as show:
             words = "timing the first passes"
             show(words, None)
             replica.on_tokens = lambda done: show(f"{words}: {counted(done, 'token')}", None)
-            passes.seconds = seconds_of(lambda size: replica.measure(tokens[:size]), in_batch)
-    say(console, words_of_passes(count, plan.scan.n_ctx, passes.seconds, passes.later))
-    return passes.models
+            seconds = seconds_of(lambda size: replica.measure(tokens[:size]), in_batch)
+    say(console, words_of_passes(count, plan.scan.n_ctx, seconds))
+    return models
 
 
 def _set(fields: dict[str, Any]) -> dict[str, Any]:

@@ -35,9 +35,7 @@ for name, *words in json.load(sys.stdin):
 NAMING = ["expected-attention", "fp8-kv-checkpoint", "important-heads", "qrhead"]
 """Formats with a field for the model, or with its files."""
 
-OTHERS = [
-    name for name, export in export_formats().items() if name not in NAMING and not export.measures
-]
+OTHERS = [name for name in export_formats() if name not in NAMING]
 
 MODEL = "private/llama"
 """As a user types it, from the directory that holds the models."""

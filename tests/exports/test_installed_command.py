@@ -25,8 +25,6 @@ SIZES = ("--set", "n_ctx=48", "--set", "sequences=8")
 OPTIONS = {
     "duo": ("--recent", "5"),
     "razor": ("--recent", "5", "--compression", "12"),
-    "hybrid-heads": ("--window", "5", "--sequences", "8"),
-    "swa-layers": ("--window", "5", "--sequences", "8"),
     "important-heads": ("--deviations", "0"),
 }
 """Options with which short sequences will do."""
@@ -79,7 +77,7 @@ def test_every_format_is_made_by_the_installed_command(name: str, tmp_path: Path
     assert f": {name} of {model}, from run export-{name}-" in made.stdout
     assert ("kept_whole" in made.stdout) == bool(check)
     (run,) = (path for path in (tmp_path / "runs").glob(f"run_id=export-{name}-[0-9a-f]*")
-              if len(path.name.rpartition("-")[2]) == 8 and "-confirmation-" not in path.name
+              if len(path.name.rpartition("-")[2]) == 8
               and "-baseline-" not in path.name)  # fmt: skip
     again = headcount(
         *words_of(name, "again"), "runs", "--run", run.name.removeprefix("run_id="), "--replace",
@@ -93,7 +91,7 @@ def test_no_format_needs_pandas(tmp_path: Path, without_pandas: dict[str, str]):
     probe = [sys.executable, "-S", "-c", "import torch, transformers, pandas"]
     missing = subprocess.run(probe, env=without_pandas, capture_output=True, text=True)
     assert "No module named 'pandas'" in missing.stderr
-    for name in ("duo", "swa-layers", "hybrid-heads", "fp8-kv-scales", "card"):
+    for name in ("duo", "fp8-kv-scales", "card"):
         made = headcount(
             *words_of(name, name), f"runs-{name}" if name != "card" else "runs", "--model", MODEL,
             *SIZES, directory=tmp_path, environment=without_pandas,
@@ -157,15 +155,12 @@ def test_the_list_is_there_before_its_check_which_goes_on_where_it_was(stop: int
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "options", "beside", "has_mark"), [
-    ("swa-layers", ["--window", "5"], "confirmation", True),
-    ("hybrid-heads", ["--window", "5", "--heads", "1"], "confirmation", True),
-    ("headkv", ["--score", "effect", "--recent", "5"], "calibration", True),
-    ("headkv", ["--score", "effect", "--recent", "5", "--only-scores", "true"], "calibration",
-     False),
+@pytest.mark.parametrize(("name", "options", "has_mark"), [
+    ("headkv", ["--score", "effect", "--recent", "5"], True),
+    ("headkv", ["--score", "effect", "--recent", "5", "--only-scores", "true"], False),
 ])  # fmt: skip
 def test_what_confirms_a_list_goes_on_where_it_was(
-    name: str, options: list[str], beside: str, has_mark: bool, tmp_path: Path
+    name: str, options: list[str], has_mark: bool, tmp_path: Path
 ):
     """Ctrl-C while losses are measured under interventions, and the same command again."""
     words = ["export", name, "-o", "list", *options, "runs", "--model", MODEL]
@@ -179,7 +174,7 @@ def test_what_confirms_a_list_goes_on_where_it_was(
         return {file: file.stat().st_mtime_ns for file in files}
 
     def is_stopped_soon() -> bool:
-        return sum(f"-{beside}-" in str(file) for file in committed) >= 2
+        return sum("-calibration-" in str(file) for file in committed) >= 2
 
     while not is_stopped_soon() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)

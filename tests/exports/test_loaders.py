@@ -25,7 +25,6 @@ PRINTED = {
     "fp8-kv-checkpoint": "attn_head",
     "fp8-kv-scales": r"\[0\.0[^\]]+\]",
     "headkv": r"\d-\d",
-    "hybrid-heads": r"\[\[\d, \d\].*\] 64 -?\d\S+",
     "iceberg": str(SEQUENCES * HEADS),
     "important-heads": r"\[\[\d, \d\].*\]",
     "minference": r"\['vertical_and_slash', \d+, \d+, [01]\.\d+\]",
@@ -33,7 +32,6 @@ PRINTED = {
     "qrhead": r"\['\d-\d'.*\]",
     "razor": r"\[\[\d, \d\].*\] 4 4000",
     "retrieval-heads": r"[01]\.\d+",
-    "swa-layers": r"\[\d\] 64 -?\d\S+",
 }
 """What the example of a format prints. That of the card leaves rows behind."""
 

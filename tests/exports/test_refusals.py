@@ -10,7 +10,6 @@ import pytest
 
 from headcount.exports.formats import export_formats
 from tests.toys.commands import error_of
-from tests.toys.toy_models import family, save_model
 from tests.toys.toy_runs import Cell, write_run
 
 MODEL = "bundled:needle-mini"  # 3 layers of 4 heads, 128 positions
@@ -54,12 +53,6 @@ def refused(words: str, message: str, model: str = MODEL) -> None:
     ("retrieval-heads -o x --set n_ctx=12", "n_ctx"),
     ("important-heads -o x --deviations=-1", "--deviations: expected 0 or more"),
     ("important-heads -o x --set sequences=1", "1 sequence: expected 2 or more"),
-    ("swa-layers -o x --layers 4", "--layers 4: expected 1 to 3, as many as bundled:needle-mini"),
-    ("swa-layers -o x --window 128", "--window 128: with the first 0 keys a head keeps all of 128"),
-    ("swa-layers -o x --sequences 3", "3 sequences measured: expected 4 documents or more"),
-    ("swa-layers -o x --set sequences=2", "2 sequences measured: expected 4 documents or more"),
-    ("swa-layers -o x --window 64 --check", "expected recent below 64, half of 128"),
-    ("hybrid-heads -o x --heads 13", "--heads 13: expected 1 to 12"),
     ("fp8-kv-scales -o x --prefix attn", r"--prefix: expected a name with \{layer\} in it"),
     ("fp8-kv-scales -o x --quantile 1", "--quantile: expected less than 1"),
     ("fp8-kv-checkpoint -o x --prefix h.{layer}.a", r"expected h\.\{layer\}\.a in the 3 layers"),
@@ -110,13 +103,6 @@ def test_a_missing_library_is_named_before_a_scan(
     monkeypatch.setitem(sys.modules, library, None)
     for name in names:
         refused(f"{name} -o x", f"export {name} needs {library}, which is not installed: pip")
-
-
-def test_too_many_groups_for_an_intervention_are_refused_before_a_scan(home: Path):
-    config = family("LlamaConfig", num_hidden_layers=50, num_attention_heads=20, hidden_size=40)
-    save_model(home / "deep", config)
-    words = "hybrid-heads -o x --window 8 --set n_ctx=40"
-    refused(words, "--heads 500: an intervention on that many takes", model="deep")
 
 
 # Advice

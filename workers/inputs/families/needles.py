@@ -27,6 +27,10 @@ VALUES = tuple(
     for material in ("granite", "marble", "copper", "glass", "oak", "slate", "clay", "ivory")
 )
 
+CODE_FACT = "The door of {key} opens with the code {value}."
+CODE_QUESTION = "Which code opens the door of {key}? The door of {key} opens with the code"
+FIVE_DIGITS = range(10_000, 100_000)
+
 GOLDEN_RATIO = (np.sqrt(5) - 1) / 2  # its multiples modulo 1 fill 0 to 1 evenly
 
 Passages = Annotated[int, Field(ge=2)]
@@ -133,11 +137,18 @@ def text_needle(
 
 
 def needle_in(draw: Draw, tokens: np.ndarray) -> Labelled:
-    """A sentence in the first of some tokens, and a question, as `text_needle` has them."""
+    """A sentence in the first of some tokens, and a question, as `text_needle` has them; every
+    other sequence is asked for a number of five digits. Heads that find words may miss numbers.
+    """
     tokenizer = draw.load_tokenizer()
-    key, value = (str(draw.rng.choice(words)) for words in (KEYS, VALUES))
-    question = QUESTION.replace("{key}", key)
-    fact = _fact_of_text(tokenizer, FACT.replace("{key}", key), question, value)
+    sentence, question, values = (
+        (FACT, QUESTION, VALUES)
+        if draw.sequence % 2 == 0
+        else (CODE_FACT, CODE_QUESTION, FIVE_DIGITS)
+    )
+    key, value = (str(draw.rng.choice(words)) for words in (KEYS, values))
+    question = question.replace("{key}", key)
+    fact = _fact_of_text(tokenizer, sentence.replace("{key}", key), question, value)
     parts = (fact.before, fact.value, fact.after, fact.question, fact.value)
     length = _haystack_length(draw, 1, 1, sum(map(len, parts)))
     return _lay_out(draw, tokens[:length], [fact], 1, None)

@@ -1,0 +1,298 @@
+"""What a plan of a cache is worth: other caches of the same bytes, on texts that chose nothing.
+
+    .venv-kvpress/bin/python -m benchmarks.real_models.cache_rivals MODEL PLAN.json… -- TEXT…
+
+MODEL is a GGUF file or a directory, each PLAN.json is of `headcount cache-plan` of it, and each
+TEXT a file that no plan has read. kvpress needs an environment of its own,
+tests/kvpress/requirements.txt and gguf, so nothing of ours is imported here.
+
+A text is read to the length of the plan. Then its cache is cut and rounded, and the model goes on:
+with the tokens that follow, whose loss is compared with that behind the whole cache, or with a
+question for a number of five digits that stands in the text. The rivals:
+
+* the first 4 keys and as many last ones in every head as the bytes allow;
+* keys and values of fewer bits in every head: the largest format that fits, and the next one;
+* the caches of the plan given to other heads: the larger ones to the first and the last layers, or
+  at random, each of 20 times on a fifth of the texts;
+* SnapKV and ExpectedAttention of kvpress, which drop keys of every head.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from kvpress import ExpectedAttentionPress, SnapKVPress  # pyright: ignore
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from benchmarks.real_models.passkeys import NEEDLE, QUESTION
+
+CONTINUED = 64  # tokens that are read behind a cut cache
+PIECES = 2  # of each text
+PASSKEYS, DIGITS = 40, 5
+RANDOM_PLANS, PARTS = 20, 5
+
+Caches = dict[tuple[int, int], tuple[bool, int, int]]
+"""Of each KV head: whether it keeps a window alone, and the bits of its keys and of its values."""
+
+
+class Prompt(NamedTuple):
+    """Tokens that are cached, those that follow, and of which text it is."""
+
+    cached: torch.Tensor  # [1 pos]
+    following: torch.Tensor  # [1 pos]
+    text: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cache that every head keeps a part of."""
+
+    caches: Caches
+    sink: int
+    recent: int
+    whole: int  # first positions that stay as they are
+
+    def bytes_of(self, head: tuple[int, int], length: int, d_head: int) -> float:
+        """Bytes of the keys and values of a head; 64 numbers share 32 bits of scales."""
+        window, *bits = self.caches[head]
+        kept = min(length, self.sink + self.recent) if window else length
+        first = min(self.whole, kept)
+        each = [16 if b == 16 else b + 32 / min(64, d_head) for b in bits]
+        return sum(d_head * (16 * first + b * (kept - first)) / 8 for b in each)
+
+    def share(self, length: int, d_head: int) -> float:
+        """Bytes of all heads, of those of the whole cache."""
+        total = sum(self.bytes_of(head, length, d_head) for head in self.caches)
+        return total / (len(self.caches) * 4 * d_head * length)
+
+
+def rounded(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers `[… d_head]` at the nearest of 2^bits levels between the ends of their 64."""
+    if bits == 16:
+        return numbers
+    groups = numbers.unflatten(-1, (-1, min(64, numbers.shape[-1])))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (high - low).clamp(min=1e-7) / (2**bits - 1)
+    return (((groups - low) / step).round() * step + low).flatten(-2)
+
+
+def read_plan(path: Path, heads: Sequence[tuple[int, int]]) -> tuple[Plan, int]:
+    """The plan of a file, and its length."""
+    content = json.loads(path.read_text())
+    caches: Caches = {}
+    for head in heads:
+        words = content["heads"].get(f"{head[0]}-{head[1]}", "").split(", ")
+        bits = dict(word.split(" ") for word in words if " " in word)
+        keys, values = (
+            int(bits.get(name, "affine16").removeprefix("affine")) for name in ("keys", "values")
+        )
+        caches[head] = ("window" in words, keys, values)
+    return Plan(caches, **content["window"]), content["n_ctx"]
+
+
+def rivals(plan: Plan, length: int, d_head: int) -> Iterator[tuple[str, Plan, int | None]]:
+    """Other plans of the same bytes. A number says on which part of the texts it is tried."""
+    share, heads = plan.share(length, d_head), [*plan.caches]
+
+    def uniform(cache: tuple[bool, int, int], recent: int) -> Plan:
+        return Plan(dict.fromkeys(heads, cache), 4, recent, plan.whole)
+
+    keys = math.floor(share * length) - 4
+    yield f"the first 4 and the last {keys} keys", uniform((True, 16, 16), keys), None
+    formats = [
+        (name, uniform((False, *name), plan.recent)) for name in product((16, 8, 4, 2), repeat=2)
+    ]
+    formats.sort(key=lambda each: each[1].share(length, d_head))
+    fits = [each for each in formats if each[1].share(length, d_head) <= share]
+    for name, each in formats[max(0, len(fits) - 1) :][:2]:
+        yield f"keys of {name[0]} bits, values of {name[1]}", each, None
+    largest_first = sorted(heads, key=lambda head: -plan.bytes_of(head, length, d_head))
+    middle = max(layer for layer, _ in heads) / 2
+    from_ends = sorted(heads, key=lambda head: -abs(head[0] - middle))
+    given = {to: plan.caches[of] for to, of in zip(from_ends, largest_first, strict=True)}
+    yield "the larger in first and last layers", Plan(given, *fields(plan)), None
+    for seed in range(RANDOM_PLANS):
+        order = np.random.default_rng(seed).permutation(len(heads))
+        given = {to: plan.caches[heads[of]] for to, of in zip(heads, order, strict=True)}
+        yield "at random", Plan(given, *fields(plan)), seed % PARTS
+
+
+def fields(plan: Plan) -> tuple[int, int, int]:
+    """What is the same in a plan of other heads."""
+    return plan.sink, plan.recent, plan.whole
+
+
+def texts_of(tokenizer: Any, files: Sequence[str], length: int) -> list[Prompt]:  # noqa: ANN401
+    """Pieces of texts, each with the tokens that follow."""
+    prompts: list[Prompt] = []
+    for number, file in enumerate(files):
+        tokens = tokenizer(Path(file).read_text()).input_ids
+        # Each piece begins as a text does.
+        first = tokens[:1] if tokens[0] == tokenizer.bos_token_id else []
+        words, size = tokens[len(first) :], length + CONTINUED - len(first)
+        for start in range(0, len(words) - size + 1, size)[:PIECES]:
+            piece = torch.tensor([[*first, *words[start : start + size]]])
+            prompts.append(Prompt(piece[:, :length], piece[:, length:], number))
+    return prompts
+
+
+def passkeys_of(
+    tokenizer: Any,  # noqa: ANN401
+    texts: Sequence[Prompt],
+    length: int,
+) -> Iterator[tuple[Prompt, str]]:
+    """Pieces of texts with a number in each, the question, and the number."""
+    generator = np.random.default_rng(5)
+    question = tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
+    for row, depth in enumerate(np.linspace(0.05, 0.85, PASSKEYS)):
+        number = str(generator.integers(10 ** (DIGITS - 1), 10**DIGITS))
+        needle = tokenizer(NEEDLE.format(number, number), add_special_tokens=False).input_ids
+        words = texts[row % len(texts)].cached[0, : length - len(needle)].tolist()
+        place = int(depth * len(words))
+        tokens = torch.tensor([[*words[:place], *needle, *words[place:]]])
+        yield Prompt(tokens, question, row), number
+
+
+class Reader:
+    """A model that reads behind caches."""
+
+    def __init__(self, path: Path) -> None:
+        place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        self.tokenizer = AutoTokenizer.from_pretrained(place, **file)
+        self.model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **file).eval()
+        config = self.model.config
+        self.d_head = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        self.attention = [layer.self_attn for layer in self.model.model.layers]
+        self.heads = [
+            (layer, head)
+            for layer in range(config.num_hidden_layers)
+            for head in range(config.num_key_value_heads)
+        ]
+
+    def cache_of(self, tokens: torch.Tensor, press: Any = None) -> DynamicCache:  # noqa: ANN401
+        """The cache of some tokens, cut by a press of kvpress if there is one."""
+        cache = DynamicCache()
+        if press is None:
+            self.model(tokens, past_key_values=cache, logits_to_keep=1)
+        else:
+            with press(self.model):
+                self.model(tokens, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def kept(self, cache: DynamicCache, plan: Plan | None) -> DynamicCache:
+        """What a plan leaves of a cache. Keys outside a window stay in their places, unseen."""
+        left = DynamicCache()
+        for layer, module in enumerate(self.attention):
+            keys, values = cache.layers[layer].keys.clone(), cache.layers[layer].values.clone()
+            module.masked_key_indices = None
+            if plan is not None:
+                unseen = torch.zeros(keys.shape[:3], dtype=torch.bool)
+                for head in range(keys.shape[1]):
+                    window, *bits = plan.caches[layer, head]
+                    for stored, b in zip((keys, values), bits, strict=True):
+                        stored[:, head, plan.whole :] = rounded(stored[:, head, plan.whole :], b)
+                    if window:
+                        unseen[:, head, plan.sink : -plan.recent] = True
+                if unseen.any():
+                    module.masked_key_indices = unseen.nonzero(as_tuple=True)
+            left.update(keys, values, layer)
+        return left
+
+    def loss(self, cache: DynamicCache, prompt: Prompt) -> float:
+        """The mean loss of what follows, but its first token."""
+        positions = prompt.cached.shape[1] + torch.arange(prompt.following.shape[1])[None]
+        logits = self.model(prompt.following, past_key_values=cache, position_ids=positions).logits
+        return float(cross_entropy(logits[0, :-1], prompt.following[0, 1:]))
+
+    def answer(self, cache: DynamicCache, prompt: Prompt) -> str:
+        """What the model says to a question, as many characters as a number has."""
+        position, asked = prompt.cached.shape[1], prompt.following
+        said: list[int] = []
+        for _ in range(DIGITS + 1):
+            positions = torch.arange(position, position + asked.shape[1])[None]
+            logits = self.model(asked, past_key_values=cache, position_ids=positions).logits
+            position += asked.shape[1]
+            asked = logits[:, -1:].argmax(-1)
+            said.append(int(asked))
+        return self.tokenizer.decode(said).strip()[:DIGITS]
+
+
+@torch.inference_mode()
+def main(path: Path, files: Sequence[Path], text_files: Sequence[str]) -> None:
+    """Print what each cache costs, and whether it is surely more than that of the plan."""
+    reader = Reader(path)
+    for file in files:
+        plan, length = read_plan(file, reader.heads)
+        share = plan.share(length, reader.d_head)
+        texts = texts_of(reader.tokenizer, text_files, length)
+        passkeys = [*passkeys_of(reader.tokenizer, texts, length)]
+        caches: list[tuple[str, Plan | None, int | None]] = [("the whole cache", None, None)]
+        caches += [("the plan", plan, None), *rivals(plan, length, reader.d_head)]
+        presses = {
+            "SnapKV": SnapKVPress(1 - share),
+            "ExpectedAttention": ExpectedAttentionPress(1 - share),
+        }
+        losses: dict[str, list[tuple[int, float]]] = {}
+        found: dict[str, list[bool]] = {}
+        for row, prompt in enumerate(texts):
+            cache = reader.cache_of(prompt.cached)
+            for name, other, part in caches:
+                if part is None or row % PARTS == part:
+                    loss = reader.loss(reader.kept(cache, other), prompt)
+                    losses.setdefault(name, []).append((row, loss))
+            for name, press in presses.items():
+                loss = reader.loss(reader.cache_of(prompt.cached, press), prompt)
+                losses.setdefault(name, []).append((row, loss))
+        for row, (prompt, number) in enumerate(passkeys):
+            cache = reader.cache_of(prompt.cached)
+            for name, other, part in caches:
+                if part is None or row % PARTS == part:
+                    said = reader.answer(reader.kept(cache, other), prompt)
+                    found.setdefault(name, []).append(said == number)
+            for name, press in presses.items():
+                said = reader.answer(reader.cache_of(prompt.cached, press), prompt)
+                found.setdefault(name, []).append(said == number)
+        print(
+            f"{file}: {100 * share:.1f} % of the bytes of {length} tokens; {len(texts)} pieces of "
+            f"{len({prompt.text for prompt in texts})} texts, {PASSKEYS} passkeys"
+        )
+        shares = {name: other.share(length, reader.d_head) for name, other, _ in caches if other}
+        of_plan = dict(losses["the plan"])
+        whole = dict(losses["the whole cache"])
+        of_text = [prompt.text for prompt in texts]
+        for name, of_rival in losses.items():
+            rises = mean_and_error([(of_text[row], loss - whole[row]) for row, loss in of_rival])
+            apart = mean_and_error([(of_text[row], loss - of_plan[row]) for row, loss in of_rival])
+            rate = np.mean(found[name])
+            print(
+                f"{name:38} {100 * shares.get(name, share if name in presses else 1):5.1f} %  "
+                f"{rises[0]:+.4f} ± {rises[1]:.4f}  more than the plan {apart[0]:+.4f} ± "
+                f"{apart[1]:.4f}  passkeys {PASSKEYS * rate:.1f}",
+                flush=True,
+            )
+
+
+def mean_and_error(changes: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """The mean over texts of (text, change), and its standard error."""
+    of_text: dict[int, list[float]] = {}
+    for text, change in changes:
+        of_text.setdefault(text, []).append(change)
+    means = [np.mean(each) for each in of_text.values()]
+    return float(np.mean(means)), float(np.std(means, ddof=1) / math.sqrt(len(means)))
+
+
+if __name__ == "__main__":
+    split = sys.argv.index("--")
+    main(Path(sys.argv[1]), [*map(Path, sys.argv[2:split])], sys.argv[split + 1 :])
