@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from benchmarks.real_models.passkeys import NEEDLE, QUESTION
 
 CONTINUED = 64  # tokens that are read behind a cut cache
-PIECES = 2  # of each text
+PIECES = 1  # of each text
 PASSKEYS, DIGITS = 40, 5
 RANDOM_PLANS, PARTS = 20, 5
 
@@ -46,11 +46,12 @@ Caches = dict[tuple[int, int], tuple[bool, int, int]]
 
 
 class Prompt(NamedTuple):
-    """Tokens that are cached, those that follow, and of which text it is."""
+    """What is cached, and what the model reads behind it."""
 
-    cached: torch.Tensor  # [1 pos]
-    following: torch.Tensor  # [1 pos]
-    text: int
+    cached: torch.Tensor  # tokens [1 pos]
+    following: torch.Tensor  # tokens [1 pos]
+    text: int  # of which text it is
+    answer: str = ""  # what should be said then
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ def rivals(plan: Plan, length: int, d_head: int) -> Iterator[tuple[str, Plan, in
     keys = math.floor(share * length) - 4
     yield f"the first 4 and the last {keys} keys", uniform((True, 16, 16), keys), None
     formats = [
-        (name, uniform((False, *name), plan.recent)) for name in product((16, 8, 4, 2), repeat=2)
+        ((keys_bits, values_bits), uniform((False, keys_bits, values_bits), plan.recent))
+        for keys_bits, values_bits in product((16, 8, 4, 2), repeat=2)
+        # Keys need more bits than values.
+        if keys_bits >= values_bits
     ]
     formats.sort(key=lambda each: each[1].share(length, d_head))
     fits = [each for each in formats if each[1].share(length, d_head) <= share]
@@ -150,17 +154,19 @@ def passkeys_of(
     tokenizer: Any,  # noqa: ANN401
     texts: Sequence[Prompt],
     length: int,
-) -> Iterator[tuple[Prompt, str]]:
-    """Pieces of texts with a number in each, the question, and the number."""
+) -> list[Prompt]:
+    """Pieces of texts with a number in each, and the question for it."""
     generator = np.random.default_rng(5)
     question = tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
+    prompts: list[Prompt] = []
     for row, depth in enumerate(np.linspace(0.05, 0.85, PASSKEYS)):
         number = str(generator.integers(10 ** (DIGITS - 1), 10**DIGITS))
         needle = tokenizer(NEEDLE.format(number, number), add_special_tokens=False).input_ids
         words = texts[row % len(texts)].cached[0, : length - len(needle)].tolist()
         place = int(depth * len(words))
         tokens = torch.tensor([[*words[:place], *needle, *words[place:]]])
-        yield Prompt(tokens, question, row), number
+        prompts.append(Prompt(tokens, question, row, number))
+    return prompts
 
 
 class Reader:
@@ -195,14 +201,15 @@ class Reader:
         """What a plan leaves of a cache. Keys outside a window stay in their places, unseen."""
         left = DynamicCache()
         for layer, module in enumerate(self.attention):
-            keys, values = cache.layers[layer].keys.clone(), cache.layers[layer].values.clone()
+            stored: Any = cache.layers[layer]
+            keys, values = stored.keys.clone(), stored.values.clone()
             module.masked_key_indices = None
             if plan is not None:
                 unseen = torch.zeros(keys.shape[:3], dtype=torch.bool)
                 for head in range(keys.shape[1]):
                     window, *bits = plan.caches[layer, head]
-                    for stored, b in zip((keys, values), bits, strict=True):
-                        stored[:, head, plan.whole :] = rounded(stored[:, head, plan.whole :], b)
+                    for each, b in zip((keys, values), bits, strict=True):
+                        each[:, head, plan.whole :] = rounded(each[:, head, plan.whole :], b)
                     if window:
                         unseen[:, head, plan.sink : -plan.recent] = True
                 if unseen.any():
@@ -216,8 +223,8 @@ class Reader:
         logits = self.model(prompt.following, past_key_values=cache, position_ids=positions).logits
         return float(cross_entropy(logits[0, :-1], prompt.following[0, 1:]))
 
-    def answer(self, cache: DynamicCache, prompt: Prompt) -> str:
-        """What the model says to a question, as many characters as a number has."""
+    def finds(self, cache: DynamicCache, prompt: Prompt) -> float:
+        """1 if the model says the number that it is asked for, 0 if not."""
         position, asked = prompt.cached.shape[1], prompt.following
         said: list[int] = []
         for _ in range(DIGITS + 1):
@@ -226,60 +233,70 @@ class Reader:
             position += asked.shape[1]
             asked = logits[:, -1:].argmax(-1)
             said.append(int(asked))
-        return self.tokenizer.decode(said).strip()[:DIGITS]
+        return float(self.tokenizer.decode(said).strip()[:DIGITS] == prompt.answer)
+
+
+Results = dict[str, list[tuple[int, float]]]
+"""Of each cache: the number of a prompt, and what the model makes of it."""
+
+
+def results(
+    reader: Reader,
+    prompts: Sequence[Prompt],
+    plans: Sequence[tuple[str, Plan | None, int | None]],
+    presses: Mapping[str, Any],
+    read: Callable[[DynamicCache, Prompt], float],
+) -> Results:
+    """What the model makes of each prompt behind each cache."""
+    found: Results = {}
+    for row, prompt in enumerate(prompts):
+        cache = reader.cache_of(prompt.cached)
+        for name, plan, part in plans:
+            if part is None or row % PARTS == part:
+                result = read(reader.kept(cache, plan), prompt)
+                found.setdefault(name, []).append((row, result))
+        for name, press in presses.items():
+            result = read(reader.cache_of(prompt.cached, press), prompt)
+            found.setdefault(name, []).append((row, result))
+    return found
 
 
 @torch.inference_mode()
 def main(path: Path, files: Sequence[Path], text_files: Sequence[str]) -> None:
-    """Print what each cache costs, and whether it is surely more than that of the plan."""
+    """Print what each cache costs, and how much more than that of the plan."""
     reader = Reader(path)
     for file in files:
         plan, length = read_plan(file, reader.heads)
         share = plan.share(length, reader.d_head)
         texts = texts_of(reader.tokenizer, text_files, length)
-        passkeys = [*passkeys_of(reader.tokenizer, texts, length)]
-        caches: list[tuple[str, Plan | None, int | None]] = [("the whole cache", None, None)]
-        caches += [("the plan", plan, None), *rivals(plan, length, reader.d_head)]
+        passkeys = passkeys_of(reader.tokenizer, texts, length)
+        plans: list[tuple[str, Plan | None, int | None]] = [
+            ("the whole cache", None, None),
+            ("the plan", plan, None),
+            *rivals(plan, length, reader.d_head),
+        ]
         presses = {
             "SnapKV": SnapKVPress(1 - share),
             "ExpectedAttention": ExpectedAttentionPress(1 - share),
         }
-        losses: dict[str, list[tuple[int, float]]] = {}
-        found: dict[str, list[bool]] = {}
-        for row, prompt in enumerate(texts):
-            cache = reader.cache_of(prompt.cached)
-            for name, other, part in caches:
-                if part is None or row % PARTS == part:
-                    loss = reader.loss(reader.kept(cache, other), prompt)
-                    losses.setdefault(name, []).append((row, loss))
-            for name, press in presses.items():
-                loss = reader.loss(reader.cache_of(prompt.cached, press), prompt)
-                losses.setdefault(name, []).append((row, loss))
-        for row, (prompt, number) in enumerate(passkeys):
-            cache = reader.cache_of(prompt.cached)
-            for name, other, part in caches:
-                if part is None or row % PARTS == part:
-                    said = reader.answer(reader.kept(cache, other), prompt)
-                    found.setdefault(name, []).append(said == number)
-            for name, press in presses.items():
-                said = reader.answer(reader.cache_of(prompt.cached, press), prompt)
-                found.setdefault(name, []).append(said == number)
+        losses = results(reader, texts, plans, presses, reader.loss)
+        found = results(reader, passkeys, plans, presses, reader.finds)
         print(
             f"{file}: {100 * share:.1f} % of the bytes of {length} tokens; {len(texts)} pieces of "
             f"{len({prompt.text for prompt in texts})} texts, {PASSKEYS} passkeys"
         )
-        shares = {name: other.share(length, reader.d_head) for name, other, _ in caches if other}
-        of_plan = dict(losses["the plan"])
-        whole = dict(losses["the whole cache"])
-        of_text = [prompt.text for prompt in texts]
-        for name, of_rival in losses.items():
-            rises = mean_and_error([(of_text[row], loss - whole[row]) for row, loss in of_rival])
-            apart = mean_and_error([(of_text[row], loss - of_plan[row]) for row, loss in of_rival])
-            rate = np.mean(found[name])
+        shares = {name: other.share(length, reader.d_head) for name, other, _ in plans if other}
+        shares |= dict.fromkeys(presses, share)
+        whole, of_plan = dict(losses["the whole cache"]), dict(losses["the plan"])
+        for name, of_rows in losses.items():
+            rise, beyond = (
+                mean_and_error([(texts[row].text, loss - less[row]) for row, loss in of_rows])
+                for less in (whole, of_plan)
+            )
+            kept = PASSKEYS * np.mean([is_found for _, is_found in found[name]])
             print(
-                f"{name:38} {100 * shares.get(name, share if name in presses else 1):5.1f} %  "
-                f"{rises[0]:+.4f} ± {rises[1]:.4f}  more than the plan {apart[0]:+.4f} ± "
-                f"{apart[1]:.4f}  passkeys {PASSKEYS * rate:.1f}",
+                f"{name:36} {100 * shares.get(name, 1):5.1f} %  {rise[0]:+.4f} ± {rise[1]:.4f}  "
+                f"more than the plan {beyond[0]:+.4f} ± {beyond[1]:.4f}  passkeys {kept:.1f}",
                 flush=True,
             )
 
