@@ -126,11 +126,11 @@ class Search:
     def passes(self) -> int:
         """How many sequences go through the model where documents choose, at most."""
         whole, opened = 2, 0
-        if self._windows:
+        if self._head_windows:
             opened = PASSES_OF_A_ROUND * (1 + ROUNDS_OF_OPENING)
         if self.choices:
             whole += 2 * (ROUNDS + MOST_FAILURES)
-        few = len(self.uniform) + len(self.choices) - len(self._windows)
+        few = len(self.uniform) + len(self.choices) - len(self._head_windows)
         return self.sequences * (whole + opened + len(self.uniform)) + self.few * few
 
     def run(self) -> Found:
@@ -220,7 +220,7 @@ class Search:
         plans = {
             choice: start.with_choices(self.shape, [choice])
             for choice in self.choices
-            if choice not in self._windows
+            if choice not in self._head_windows
         }
         plans = {choice: plan for choice, plan in plans.items() if plan != start}
         if not plans:
@@ -233,7 +233,7 @@ class Search:
         }
 
     @cached_property
-    def _windows(self) -> dict[Choice, KVHead]:
+    def _head_windows(self) -> dict[Choice, KVHead]:
         """The choices of a window for a single KV head, if the engine has these."""
         units = {each.unit for each in self.engine.alternatives if each.window}
         if units != {"KV head"}:
@@ -244,12 +244,12 @@ class Search:
         """What the windows of single heads cost where all are cut and opened in rounds:
         `[sequence]`.
         """
-        if not self._windows:
+        if not self._head_windows:
             return {}
-        self.tell(f"{counted(len(self._windows), 'KV head')} cut, and opened in rounds")
+        self.tell(f"{counted(len(self._head_windows), 'KV head')} cut, and opened in rounds")
         rounds = self.trial.rounds(self.shape.sink, self.shape.recent, self._needle_weight)
         costs = window_costs(rounds, self.shape.kv_heads)
-        return {choice: costs[head] for choice, head in self._windows.items()}
+        return {choice: costs[head] for choice, head in self._head_windows.items()}
 
     def _price(
         self, plan: CachePlan, choice: Choice, alone: dict[Choice, np.ndarray]
@@ -333,17 +333,21 @@ class Search:
             costs[choice] = costs[choice] + max(0.0, least - float(costs[choice].mean()))
 
     def _stability(self, plan: CachePlan, alone: dict[Choice, np.ndarray]) -> Stability | None:
-        """How far halves of the documents agree on the choices that cost least alone."""
-        documents = self.trial.pieces["chooses"].documents[: self.few]
+        """How far halves of the documents agree on the choices that cost least by themselves, of
+        those that were tried on most sequences.
+        """
+        most = max(map(len, alone.values()))
+        costs = {choice: each for choice, each in alone.items() if len(each) == most}
+        documents = self.trial.pieces["chooses"].documents[:most]
         _, of_document = np.unique(documents, return_inverse=True)
         parts = int(of_document.max()) + 1
-        chosen = [choice for choice in alone if plan.with_choices(self.shape, [choice]) == plan]
+        chosen = [choice for choice in costs if plan.with_choices(self.shape, [choice]) == plan]
         if parts < 2 or not chosen:
             return None
 
         def best(split: int, half: int) -> list[Choice]:
             is_in = half_of(parts, split, half)[of_document]
-            means = {choice: costs[: self.few][is_in].mean() for choice, costs in alone.items()}
+            means = {choice: each[is_in].mean() for choice, each in costs.items()}
             return sorted(means, key=lambda choice: float(means[choice]))[: len(chosen)]
 
         return stability_of(best, parts)
