@@ -197,7 +197,7 @@ class Search:
 
     def _uniform_points(self) -> list[Point]:
         """Plans that treat all heads alike: on few sequences, and those worth it on all."""
-        self.tell(f"{counted(len(self.uniform), 'plan')} that treat all heads alike")
+        self.tell(f"all heads alike, in {counted(len(self.uniform), 'way')}")
         costs = [self._costs(self._changes(plan, self.few)).mean() for plan in self.uniform]
         sizes = [plan.bytes_per_token(self.shape) for plan in self.uniform]
         return [self._point(self.uniform[index]) for index in not_undercut(sizes, costs)]
@@ -336,7 +336,7 @@ class Search:
         """How far halves of the documents agree on the choices that cost least by themselves, of
         those that were tried on most sequences.
         """
-        most = max(map(len, alone.values()))
+        most = max(map(len, alone.values()), default=0)
         costs = {choice: each for choice, each in alone.items() if len(each) == most}
         documents = self.trial.pieces["chooses"].documents[:most]
         _, of_document = np.unique(documents, return_inverse=True)

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 
 from headcount.exports.cache_plan.engines import ENGINES
 from headcount.exports.cache_plan.plans import CachePlan, CacheShape, Choice, HeadCache
-from headcount.exports.cache_plan.search import p_alike
+from headcount.exports.cache_plan.search import not_undercut, p_alike, window_costs
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.cache_trial import CacheTrial, Pieces
+from headcount.workers.head_gates import Round
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.description import find_model
 from tests.toys.commands import error_of, printed
@@ -102,6 +103,26 @@ def test_single_choices_and_plans_for_all_heads():
     # 16, 8 or 4 bits for keys and for values, but not both of 16.
     assert len(ENGINES["llama.cpp"].uniform(SHAPE)) == 8
     assert len(ENGINES["mlx"].uniform(SHAPE)) == 3
+
+
+def test_windows_share_what_was_lost_until_their_heads_were_opened():
+    gains = np.zeros((2, 1, 4))  # [sequence layer kv_head]
+    gains[:, 0] = [[2, 1, 0.5, -1], [4, 1, 0.5, 0]]
+    opened = ((0, 0), (0, 1))
+    rounds = [Round((), 0, 1.0, gains), Round(opened, 0, 0.25, 0.1 * gains)]
+    costs = window_costs(rounds, [(0, head) for head in range(4)])
+    # 0.75 was gained by the first two, six parts of eight by head 0: two of them in sequence 0.
+    assert costs[0, 0].tolist() == pytest.approx([2 * 2 * 0.75 / 8, 2 * 4 * 0.75 / 8])
+    assert costs[0, 1].tolist() == pytest.approx([2 * 0.75 / 8, 2 * 0.75 / 8])
+    # 0.25 is still lost, by the head that would gain.
+    assert costs[0, 2].tolist() == pytest.approx([0.25, 0.25])
+    assert costs[0, 3].tolist() == [0, 0]
+    # Together they cost what all windows do.
+    assert sum(each.mean() for each in costs.values()) == pytest.approx(1.0)
+
+
+def test_plans_that_another_undercuts_are_left_out():
+    assert not_undercut([4, 2, 3, 3, 1], [0, 5, 1, 2, 5]) == [4, 2, 0]
 
 
 def test_costs_that_differ_by_chance_are_alike():
@@ -228,25 +249,43 @@ def test_transformers_loads_the_fields_of_its_config_and_loses_what_they_say(hom
 
 
 @pytest.mark.long
-def test_transformers_loses_what_the_plan_says(home: Path):
-    """Windows by masks of every head, and four bits by a hook of nothing of ours."""
-    from transformers import AutoModelForCausalLM
-
+def test_a_plan_of_windows_is_what_its_files_say(home: Path):
     said, plan = planned("bundled:llama-mini", home / "duo", "--engine", "duo", "--bytes", 0.5)
     assert plan["plan"]["share"] <= 0.5
     windows = {tuple(map(int, name.split("-"))) for name in plan["heads"]}
     scores = np.loadtxt(home / "duo" / "full_attention_heads.tsv")
     assert windows == {*map(tuple, np.argwhere(scores == 0).tolist())}
-    trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=4)
-    pieces = trial.pieces["reports"]
-    model = AutoModelForCausalLM.from_pretrained(
-        find_model("bundled:llama-mini"), attn_implementation="eager"
-    ).double()
-    positions = torch.arange(256)
-    behind = positions[:, None] - positions
-    between = (behind >= 24) & (positions >= 4)
+    # One head of this model does all that needs distant keys, and it is left.
+    assert (1, 0) not in windows
+    assert abs(plan["plan"]["delta_nll"]) < 1e-4
+    points = plan["pareto"]
+    assert [row["share"] for row in points] == sorted(
+        (row["share"] for row in points), reverse=True
+    )
+    assert "duo plan of llama-mini" in said
 
-    untouched = losses_of_text(model, pieces)
+
+@pytest.mark.long
+def test_transformers_loses_what_windows_cost():
+    """By masks of every head in float64, and by nothing of ours."""
+    from transformers import AutoModelForCausalLM
+
+    windows = ((0, 2), (1, 0), (3, 1))
+    trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=4)
+    shape = CacheShape(
+        kv_heads=tuple((layer, head) for layer in range(4) for head in range(4)),
+        n_kv_heads=4,
+        d_head=16,
+        n_ctx=256,
+        sink=4,
+        recent=24,
+        whole=0,
+        own_windows={},
+    )
+    plan = CachePlan.untouched(shape).with_choices(shape, [Choice("", windows, window=True)])
+    text = plan.intervention(shape)
+    behind = torch.arange(256)[:, None] - torch.arange(256)
+    between = (behind >= 24) & (torch.arange(256) >= 4)
 
     def with_mask(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         streams = torch.tensor([(layer, head // 2) in windows for head in range(8)])
@@ -254,16 +293,38 @@ def test_transformers_loses_what_the_plan_says(home: Path):
         mask = torch.zeros(unseen.shape, dtype=torch.float64).masked_fill(unseen, -1e30)
         return args, kwargs | {"attention_mask": mask[None]}
 
-    for layer, block in enumerate(model.model.layers):
+    untouched, cut = (
+        AutoModelForCausalLM.from_pretrained(
+            find_model("bundled:llama-mini"), attn_implementation="eager"
+        ).double()
+        for _ in range(2)
+    )
+    for layer, block in enumerate(cut.model.layers):
         block.self_attn.register_forward_pre_hook(partial(with_mask, layer), with_kwargs=True)
-    assert (losses_of_text(model, pieces) - untouched).mean() == pytest.approx(
-        plan["plan"]["delta_nll"], abs=1e-5
-    )
-    points = plan["pareto"]
-    assert [row["share"] for row in points] == sorted(
-        (row["share"] for row in points), reverse=True
-    )
-    assert "duo plan of llama-mini" in said
+    pieces = trial.pieces["reports"]
+    rises = losses_of_text(cut, pieces) - losses_of_text(untouched, pieces)
+    measured, whole = (trial.measure("reports", name) for name in (text, "none"))
+    np.testing.assert_allclose(measured.text - whole.text, rises, atol=1e-5)
+    assert abs(rises).max() > 1e-3
+    assert np.isnan(measured.text_moved).all()
+
+    # How far predictions have moved, where plans are chosen.
+    pieces = trial.pieces["chooses"]
+    tokens = torch.from_numpy(pieces.tokens)
+    with torch.no_grad():
+        before, after = (
+            each(tokens, use_cache=False).logits.log_softmax(-1) for each in (untouched, cut)
+        )
+    moved = (before.exp() * (before - after)).sum(-1).numpy()  # [sequence pos]
+    measured = trial.measure("chooses", text)
+    for is_in, found in (
+        (trial._is_compared & ~pieces.is_answer, measured.text_moved),
+        (pieces.is_answer, measured.needle_moved),
+    ):
+        # A token is predicted at the position before it.
+        means = [moved[row, :-1][where[1:]].mean() for row, where in enumerate(is_in)]
+        np.testing.assert_allclose(found, means, atol=1e-5)
+        assert found.min() > 1e-3
 
 
 @pytest.mark.long
@@ -299,9 +360,10 @@ def test_what_was_measured_before_an_interrupt_is_not_measured_again(home: Path)
     begun = {name: plan[name] for name in plan if name != "answers"} | {"unfinished": "its search"}
     # As it is left behind: some answers, and the first of one that has more.
     name, rows = next(item for item in plan["answers"].items() if item[0] not in answers)
-    kept = answers | {name: [[9.0, 9.0, 0.0], *rows[1:2]]}
+    invented = [9.0, 9.0, 0.0, 0.5, 0.5]
+    kept = answers | {name: [invented, *rows[1:2]]}
     (home / "begun" / "plan.json").write_text(json.dumps(begun | {"answers": kept}))
     _, again = planned(*words)
     assert "unfinished" not in again
-    assert again["answers"][name] == [[9.0, 9.0, 0.0], *rows[1:]]
+    assert again["answers"][name] == [invented, *rows[1:]]
     assert again["answers"].items() >= answers.items()
