@@ -336,7 +336,9 @@ class Search:
         """How far halves of the documents agree on the choices that cost least by themselves, of
         those that were tried on most sequences.
         """
-        most = max(map(len, alone.values()), default=0)
+        if not alone:
+            return None
+        most = max(map(len, alone.values()))
         costs = {choice: each for choice, each in alone.items() if len(each) == most}
         documents = self.trial.pieces["chooses"].documents[:most]
         _, of_document = np.unique(documents, return_inverse=True)
