@@ -54,6 +54,8 @@ FREE = 0.1
 best uniform plan that is small enough.
 """
 
+NOTHING = 0.005  # nats that predictions move by, below which a plan for all heads is good enough
+
 MOST_FAILURES = 8  # rounds that cost too much, until the search ends
 
 
@@ -138,8 +140,10 @@ class Search:
         self.tell("the whole cache")
         untouched = self._point(CachePlan.untouched(self.shape))
         tried = [untouched, *self._uniform_points()]
-        if not self.choices:
-            return Found(self._best(tried), tried, {}, {}, None)
+        best = self._best(tried)
+        is_enough = self.goal.share is not None and best is not None and best.cost <= NOTHING
+        if not self.choices or is_enough:
+            return Found(best, tried, {}, {}, None)
         start = self._start(tried)
         alone = self._alone(start.plan) | self._opened()
         found = Found(None, tried, alone, self._p_alike(alone), None)
