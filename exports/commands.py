@@ -33,7 +33,8 @@ class ExportCommand(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Read the command line. `--help` beside a format is about that format."""
         from headcount.exports.formats import export_formats
-        from headcount.schemas.plugins import activate, read_plugins
+        from headcount.schemas.plugin_files import read_plugins
+        from headcount.schemas.plugins import activate
 
         # Ours first: no plug-in may take one of their names.
         export_formats()
@@ -163,7 +164,7 @@ def export(
     from headcount.exports.refusals import check_libraries
     from headcount.exports.request import DEFAULT_SEQUENCES, ExportRequest
     from headcount.exports.shared.registry import FORMATS
-    from headcount.schemas.plugins import read_plugins
+    from headcount.schemas.plugin_files import read_plugins
 
     if listed:
         for format_name, listed_format in export_formats().items():

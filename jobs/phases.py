@@ -29,14 +29,8 @@ from headcount.jobs.clocks import changed
 from headcount.jobs.console import duration
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import (
-    Place,
-    names,
-    read_as,
-    reason,
-    unread,
-    write_whole,
-)
+from headcount.schemas.places import Place, names, read_as, unread, write_whole
+from headcount.schemas.reasons import reason
 
 Phase = Literal[
     "planning",

@@ -17,7 +17,7 @@ import numpy as np
 
 from headcount.schemas.errors import ModelError, ScanError, counted
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.engine.prediction_inputs import check_unembedding
 from headcount.workers.head_check import Question, recalls_and_losses
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts

@@ -60,7 +60,8 @@ def check(
 def _check_plugin(file: str) -> None:
     """Try a plug-in as a scan does, and say what it defines."""
     from headcount.jobs.bars import waiting
-    from headcount.schemas.plugins import activate, read_plugins
+    from headcount.schemas.plugin_files import read_plugins
+    from headcount.schemas.plugins import activate
 
     plugins = read_plugins([file])
     activate(plugins)

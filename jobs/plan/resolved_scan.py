@@ -19,7 +19,7 @@ from headcount.workers.interventions import BoundIntervention, bind, needs_partn
 from headcount.workers.model.info.description import described
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
-from headcount.workers.provenance.providers import column_record
+from headcount.workers.provenance.providers import column_record, entry_record
 
 Records = dict[str, dict[str, Any]]  # what each name computes, its unit and fingerprint
 
@@ -116,7 +116,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
 
     # An intervention such as `a+b(1,2)` has several parts; each is described by itself.
     bound = {
-        part.registered.name: part.registered.record
+        part.registered.name: entry_record(part.registered)
         for intervention in interventions
         for part in intervention.parts
     }
@@ -131,7 +131,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
         info=info,
         sequences=sequences,
         kinds=kinds,
-        inputs={sequences.family.name: sequences.family.record},
+        inputs={sequences.family.name: entry_record(sequences.family)},
         interventions=bound,
         identity=identity,
         code=code_fingerprint(),

@@ -43,11 +43,11 @@ from headcount.schemas.places import (
     StorePath,
     names,
     read_as,
-    reason,
     settle,
     unread,
     write_whole,
 )
+from headcount.schemas.reasons import reason
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 

@@ -20,7 +20,8 @@ import headcount
 from headcount.jobs.endings import ended_in_lines
 from headcount.schemas.errors import ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.schemas.scans.scan import parse_scan, safe_name
+from headcount.schemas.scans.scan import safe_name
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.text_tokenizer import _check_size
 from tests import ROOT

@@ -14,7 +14,6 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.open import run_memory
 from headcount.queries.open.run import Run, read_run
 from headcount.queries.open.run_memory import RunMemory
-from headcount.schemas import places
 from headcount.schemas.files.commits import read_commit
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import Place, write_whole
@@ -128,7 +127,7 @@ class CoarseStatus(NamedTuple):
 @pytest.fixture
 def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let listings say of times what FAT says, whose ticks last two seconds, in shorter ticks."""
-    exact = places.stats
+    exact = run_memory.stats
 
     def coarse(directory: Path) -> Iterator[tuple[str, CoarseStatus]]:
         tick = int(TICK * 1e9)
@@ -136,7 +135,7 @@ def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             mtime, ctime = (t // tick * tick for t in (status.st_mtime_ns, status.st_ctime_ns))
             yield name, CoarseStatus(status.st_size, mtime, ctime)
 
-    monkeypatch.setattr(places, "stats", coarse)
+    monkeypatch.setattr(run_memory, "stats", coarse)
 
 
 @pytest.mark.usefixtures("short_tick", "coarse_clock")

@@ -24,7 +24,7 @@ from headcount.schemas.errors import RunError, SilentStoreError, StoreError, Wri
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.places import StorePath, names, place, write_whole
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.preparation import is_whole

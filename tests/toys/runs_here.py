@@ -11,7 +11,7 @@ from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.run.measuring import run_to_end
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests.toys.toy_replica import ToyReplica

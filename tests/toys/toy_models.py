@@ -16,7 +16,8 @@ import torch
 
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import NONE, Intervention, parse_intervention
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.loading import load_model
 from headcount.workers.model.info.description import describe, find_model

@@ -26,7 +26,7 @@ from headcount.exports.shared.source import CONFIRMATION, ExportSource, column_o
 from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, counted
 from headcount.schemas.scans.head_groups import LayerGroup, groups_text
-from headcount.schemas.scans.scan import LONGEST_INTERVENTION
+from headcount.schemas.scans.scan_file import LONGEST_INTERVENTION
 
 MOST_ALONE = 64  # groups that are measured alone, whatever their effects are
 

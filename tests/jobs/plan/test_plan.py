@@ -15,7 +15,7 @@ from headcount.jobs.plan.plan import make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.resources import JOB_ADDRESS, Device, Resources
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.inputs.store import preparation as store_preparation
 from headcount.workers.memory import available_cores, peak_memory, total_memory
 from headcount.workers.replica import Replica

@@ -29,7 +29,7 @@ from headcount.schemas.formulas import Formula
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.provenance.code_fingerprint import (

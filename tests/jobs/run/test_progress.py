@@ -23,7 +23,7 @@ from headcount.jobs.run.measuring import measure_in_process
 from headcount.jobs.run.progress import Progress
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.files.commit import Failure
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 
 FIELDS: dict[str, Any] = {
     "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 7, "batch_size": 2,
