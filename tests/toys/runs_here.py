@@ -4,8 +4,11 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+import headcount.workers.shard
+from headcount.jobs.plan import resolved_scan
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
@@ -32,6 +35,12 @@ def run_here(
     )
     assert failures == []
     return text.getvalue().splitlines()
+
+
+def become(patch: pytest.MonkeyPatch, code: str) -> None:
+    """Let plans and commits of this process be of another code."""
+    for module in (resolved_scan, headcount.workers.shard):
+        patch.setattr(module, "code_fingerprint", lambda: code)
 
 
 def begun(fields: dict[str, Any], name: str = "toy") -> Plan:

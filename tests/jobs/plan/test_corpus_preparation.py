@@ -32,8 +32,6 @@ from headcount.schemas.errors import CorpusError, HeadcountError
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store import extents
-from headcount.workers.inputs.store import preparation as store_preparation
 from headcount.workers.inputs.store.token_store import open_portion
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
@@ -41,6 +39,7 @@ from tests.tools.processes import Ended
 from tests.tools.workers import WORKER_PARENTS, joined_cluster
 from tests.toys.commands import ended
 from tests.toys.refusals import refused
+from tests.toys.small_portions import cut_portions
 from tests.toys.toy_corpora import fates_of
 
 
@@ -158,7 +157,7 @@ def test_a_tokenizer_that_was_sent_reads_special_tokens_as_text(model: Path):
 def test_a_scan_of_few_sequences_prepares_few_portions(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(store_preparation, "PORTION_LETTERS", 20_000)
+    cut_portions(monkeypatch, letters=20_000)
     write_corpus(tmp_path, 3, 1000)
     assert len(prepared(fields_of(model, tmp_path, sequences=4))) == 4
     (first_portion,) = portion_files(tmp_path)
@@ -184,7 +183,7 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(corpus_preparation, "LEAST_BYTES_ON_RAY", 0)
-    monkeypatch.setattr(extents, "PORTION_BYTES", 20_000)
+    cut_portions(monkeypatch, file_bytes=20_000)
     monkeypatch.setattr(corpus_preparation, "prepare_here", None)
     texts = write_corpus(tmp_path, 3, 3000)
     fields = fields_of(model, tmp_path)
@@ -251,8 +250,7 @@ def test_tokens_lie_beside_the_runs_or_where_the_scan_says(model: Path, tmp_path
 def test_a_preparation_says_how_far_it_is(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in (store_preparation, corpus_preparation):
-        monkeypatch.setattr(module, "PORTION_LETTERS", 500)
+    cut_portions(monkeypatch, letters=500)
     write_texts(tmp_path / "a.jsonl", *["x" * 99] * 10)
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("{\n")
@@ -276,7 +274,8 @@ def test_a_preparation_says_how_far_it_is(
     second = r"6 documents, 594 tokens, \d\d%, \d+ tokens/s, [\d.]+ s left"
     assert any(re.fullmatch(second, line) for line in lines)
     assert re.fullmatch(r"11 documents, 990 tokens, 1 bad row, 100%, .*, 0.0 s left", last)
-    monkeypatch.setattr(bars, "QUIET_SECONDS", 1000.0)
+    # It takes less time than a line is waited for by default.
+    monkeypatch.undo()
     assert plan_and_progress(fields | {"corpora": str(tmp_path / "again")})[1] == []
 
 

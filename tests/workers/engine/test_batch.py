@@ -3,7 +3,6 @@
 import os
 import resource
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.engine.engine import PassRequest
-from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.measurements.batch import PendingBatch, collect, launch
 from headcount.workers.measurements.results import Measurements
 from headcount.workers.replica import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
@@ -128,9 +126,7 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
         calls.append(1)
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(
-        "headcount.workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(counting)
-    )
+    toy.multiply_with(monkeypatch, counting)
     tokens = toy.repeating_tokens(12)
     measured = replica.measure(tokens)
     assert len(calls) == products
@@ -167,8 +163,13 @@ def test_the_batch_before_is_collected_before_fewer_sequences_are_tried(
         return collect(pending)
 
     monkeypatch.setattr("headcount.workers.replica.collect", collect_noted)
-    monkeypatch.setattr(four.batch, "halve", lambda: (events.append("halved"), halve()))
-    halve = partial(BatchSize.halve, four.batch)
+
+    class NotedSize(BatchSize):
+        def halve(self) -> None:
+            events.append("halved")
+            super().halve()
+
+    four.batch = NotedSize(4, "cpu", 20)
     measured = four.measure(tokens)
     assert sizes == [4, 4, 2, 2, 2]
     assert events == ["no memory", "collected", "halved", *["collected"] * 3]
