@@ -37,7 +37,8 @@ class _Read:
 class RunMemory:
     """Remembers runs. What it returns is what `read_run` would return now."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick_seconds: float = CLOCK_TICK_SECONDS) -> None:
+        self.tick_seconds = tick_seconds  # of the clock of the file system
         self._reads: dict[tuple[Place, str | None], _Read] = {}
 
     def read_run(self, directory: RunDirectory, code: str | None) -> Run:
@@ -52,7 +53,7 @@ class RunMemory:
         run = read_run(directory, code)
         folders = data_folders(run.commit_log)
         if last and last.state == state and last.folders == folders:
-            is_settled = began - last.first_seen >= CLOCK_TICK_SECONDS
+            is_settled = began - last.first_seen >= self.tick_seconds
             self._reads[key] = _Read(run, folders, state, last.first_seen, is_settled)
         else:
             # Directories that were not known are seen after the run was read. That does no harm:

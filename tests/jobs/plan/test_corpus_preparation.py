@@ -23,7 +23,6 @@ import ray
 from rich.console import Console
 
 from headcount.jobs import bars
-from headcount.jobs.corpus import preparation as corpus_preparation
 from headcount.jobs.corpus.preparation import CorpusWork, Preparation, corpora_of, prepare_here
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.resolved_scan import resolve
@@ -182,9 +181,7 @@ def test_a_scan_of_few_sequences_prepares_few_portions(
 def test_tasks_prepare_portions_and_one_of_them_is_killed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(corpus_preparation, "LEAST_BYTES_ON_RAY", 0)
     cut_portions(monkeypatch, file_bytes=20_000)
-    monkeypatch.setattr(corpus_preparation, "prepare_here", None)
     texts = write_corpus(tmp_path, 3, 3000)
     fields = fields_of(model, tmp_path)
     killed: list[int] = []
@@ -205,7 +202,7 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
         resources = Resources(1, 1, "cpu")
         shown, text = console()
         Thread(target=kill_a_task, daemon=True).start()
-        index = prepared(fields, resources, shown)
+        index = prepared(fields, resources, shown, ray_bytes=0)
         assert killed
         assert tokens_of(index) == list("".join(texts).encode())
         last = text.getvalue().splitlines()[-1]
@@ -217,13 +214,15 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
         other = sequences_of(fields)
         assert other.corpus is not None
         more.unlink()
-        told = refused(CorpusError, Preparation(resources).prepared, other, corpora_of(other.scan))
+        told = refused(
+            CorpusError, Preparation(resources, ray_bytes=0).prepared, other, corpora_of(other.scan)
+        )
         assert re.fullmatch(r".*03\.jsonl: .+", told)
         assert portion_files(tmp_path) == committed
 
         # For a scan in this process Ray prepares and is ended.
         fields["corpora"] = str(tmp_path / "again")
-        index = prepared(fields, replace(resources, replicas=0, ray_prepares=True))
+        index = prepared(fields, replace(resources, replicas=0, ray_prepares=True), ray_bytes=0)
         assert index.documents == len(texts)
         assert not ray.is_initialized()
 

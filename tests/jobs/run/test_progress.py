@@ -98,11 +98,11 @@ def test_what_a_failed_shard_has_measured_is_taken_back() -> None:
     assert told.summary() is None, "nothing is committed"
 
 
-def test_lines_keep_coming_where_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "LONGEST_SILENCE", 0.0)
+def test_lines_keep_coming_where_nothing_is_told() -> None:
     text = io.StringIO()
     console = Console(file=text, width=80)
-    with waiting(console, "planning"), bar(console, "tokens", "tokens: ") as show:
+    shown = bar(console, "tokens", "tokens: ", longest_silence=0.0)
+    with waiting(console, "planning"), shown as show:
         show("4 of 8", 0.5)
         deadline = time.monotonic() + 20
         while text.getvalue().count("\n") < 2 and time.monotonic() < deadline:
