@@ -225,10 +225,7 @@ def test_places():
 
 
 @pytest.mark.parametrize("name", ["shard-000003.json", f"segment-000000-{'0' * 32}.parquet"])
-def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    monkeypatch.setattr(commit_log, "LISTING_PAUSE", 0.001)
+def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(run: RunDirectory, name: str):
     link = Path(str(run.commits_directory / name))
     link.unlink(missing_ok=True)
     link.symlink_to("nowhere")
