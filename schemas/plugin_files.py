@@ -13,7 +13,7 @@ from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.input_files import ROOTS, read_input
 from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.places import Place, names, place
-from headcount.schemas.plugins import Plugin, PluginQuery, line_of, waiting_of
+from headcount.schemas.plugins import Plugin, PluginQuery, activate, line_of, waiting_of
 from headcount.schemas.reasons import reason
 from headcount.schemas.registry import in_words
 from headcount.schemas.values import shortened
@@ -34,19 +34,25 @@ def read_plugins(requested: object) -> tuple[Plugin, ...]:
         if plugin.name in [other.name for other in plugins[:number]]:
             raise ScanError(f"plugins: expected each name once, got {plugin.name} twice")
     queries_of(plugins)
-    # No run keeps functions, so none asks for their fingerprints.
-    for plugin in plugins:
-        if not plugin.functions:
-            _check_fingerprints(plugin)
     return plugins
 
 
-def _check_fingerprints(plugin: Plugin) -> None:
+def read_and_activate(requested: object) -> tuple[Plugin, ...]:
+    """The plug-ins that a scan names, which are active from now on."""
+    plugins = read_plugins(requested)
+    activate(plugins)
+    # No run keeps functions, so none asks for their fingerprints.
+    _check_fingerprints([plugin for plugin in plugins if not plugin.functions])
+    return plugins
+
+
+def _check_fingerprints(plugins: Iterable[Plugin]) -> None:
     """Refuse what has no fingerprint, such as a function that reads a lock."""
-    for _, entry in plugin.registrations:
+    for _, entry in (each for plugin in plugins for each in plugin.registrations):
         try:
             fingerprint(*entry.code)
         except Exception as error:
+            activate(())
             raise ScanError(f"{line_of(entry.function)}: {in_words(error)}") from None
 
 

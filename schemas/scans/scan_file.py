@@ -15,8 +15,7 @@ from headcount.schemas.formula_kinds import CURVES, PROFILES, WEIGHT_STATISTICS
 from headcount.schemas.formulas import check_names
 from headcount.schemas.kinds import KINDS
 from headcount.schemas.places import check_address, check_on_disk, place
-from headcount.schemas.plugin_files import read_plugins
-from headcount.schemas.plugins import activate
+from headcount.schemas.plugin_files import read_and_activate
 from headcount.schemas.scans.overrides import override_fields
 from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
 from headcount.schemas.scans.scan import Scan
@@ -88,8 +87,7 @@ def parse_scan(fields: dict[str, Any]) -> Scan:
         raise ScanError("\n".join(lines))
     fields = fields.copy()
     # What fields name may be theirs.
-    plugins = read_plugins(fields.pop("plugins", []))
-    activate(plugins)
+    plugins = read_and_activate(fields.pop("plugins", []))
     try:
         # As JSON, because only there does pydantic's strict mode take an array for a tuple.
         scan = Scan.model_validate_json(json.dumps(fields, default=str))

@@ -94,9 +94,9 @@ def column_fingerprint(formula: Formula, root: Path = PACKAGE) -> str:
     return digest([fingerprint(*formula.code), *codes])
 
 
-def entry_record(entry: Entry) -> dict[str, Any]:
-    """What a run's manifest keeps of an input or an intervention."""
-    return {"meaning": entry.meaning, "fingerprint": fingerprint(*entry.code)}
+def entry_record(entry: Entry, code: str) -> dict[str, Any]:
+    """What a run's manifest keeps of an input or an intervention; `code` is its fingerprint."""
+    return {"meaning": entry.meaning, "fingerprint": code}
 
 
 def column_record(formula: Formula) -> dict[str, Any]:
