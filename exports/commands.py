@@ -33,11 +33,11 @@ class ExportCommand(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Read the command line. `--help` beside a format is about that format."""
         from headcount.exports.formats import export_formats
-        from headcount.schemas.plugins import activate, read_plugins
+        from headcount.schemas.plugin_files import read_and_activate
 
         # Ours first: no plug-in may take one of their names.
         export_formats()
-        activate(read_plugins([*_values_of("--plugin", args)]))
+        read_and_activate([*_values_of("--plugin", args)])
         export = export_formats().get(args[0]) if args else None
         if export is None:
             return super().parse_args(ctx, args)
@@ -163,7 +163,7 @@ def export(
     from headcount.exports.refusals import check_libraries
     from headcount.exports.request import DEFAULT_SEQUENCES, ExportRequest
     from headcount.exports.shared.registry import FORMATS
-    from headcount.schemas.plugins import read_plugins
+    from headcount.schemas.plugin_files import read_plugins
 
     if listed:
         for format_name, listed_format in export_formats().items():

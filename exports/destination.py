@@ -14,8 +14,9 @@ from typing import Any
 from headcount.exports.shared.registry import ExportFormat, Options
 from headcount.exports.shared.source import UNFINISHED
 from headcount.schemas.errors import QueryError
-from headcount.schemas.places import Place, absolute, explained, names, reason, write_whole
-from headcount.schemas.scans.scan import LONGEST_FILE_NAME
+from headcount.schemas.places import Place, absolute, explained, names, write_whole
+from headcount.schemas.reasons import reason
+from headcount.schemas.scans.scan_file import LONGEST_FILE_NAME
 
 LONGEST_MARK = len("..01234567.part")  # what is put around the name of a file until it is whole
 

@@ -10,7 +10,9 @@ from headcount.exports.shared.registry import BUNDLED_TEXT, ExportFormat, Needs,
 from headcount.exports.shared.source import column_of
 from headcount.schemas.errors import ModelError, QueryError, counted
 from headcount.schemas.places import Place, absolute
-from headcount.schemas.scans.scan import Scan, override_fields, parse_scan
+from headcount.schemas.scans.overrides import override_fields
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 
 if TYPE_CHECKING:
     from headcount.workers.model.info.model_info import ModelInfo

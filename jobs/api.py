@@ -28,7 +28,8 @@ from headcount.schemas.errors import AnotherRunError, RunError, ScanError, count
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import Place
 from headcount.schemas.scans.overrides import override_fields
-from headcount.schemas.scans.scan import Scan, load_scan, parse_scan, read_fields
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import load_scan, parse_scan, read_fields
 from headcount.schemas.values import Index, in_toml, shortened
 from headcount.workers.process import prepare_process
 

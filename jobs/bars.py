@@ -21,9 +21,12 @@ SAME_WORK = 2.0  # seconds between two bars of one command, at most
 
 
 @contextmanager
-def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
+def bar(
+    console: Console, title: str, before_lines: str = "", longest_silence: float = LONGEST_SILENCE
+) -> Iterator[Show]:
     """A bar with words beside it, and the time; if the console is not a terminal, a line every few
-    seconds. Of bars within one another, the innermost has the lines.
+    seconds, at least one every `longest_silence`. Of bars within one another, the innermost has
+    the lines.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -35,7 +38,7 @@ def bar(console: Console, title: str, before_lines: str = "") -> Iterator[Show]:
     bars = rich.progress.Progress(
         *columns, console=console, disable=not console.is_terminal, transient=True
     )
-    with bars, nullcontext() if console.is_terminal else lines.kept_coming():
+    with bars, nullcontext() if console.is_terminal else lines.kept_coming(longest_silence):
         task = bars.add_task(title, total=None, state="", visible=False)
 
         def show(words: str, share: float | None) -> None:
@@ -70,11 +73,11 @@ class _Lines:
             _Lines.last_line = time.monotonic()
 
     @contextmanager
-    def kept_coming(self) -> Iterator[None]:
-        """Within it, the last words are repeated if nothing is told for long."""
+    def kept_coming(self, longest_silence: float) -> Iterator[None]:
+        """Within it, the last words are repeated if nothing is told for so many seconds."""
 
         def end_silence() -> None:
-            if time.monotonic() - _Lines.last_line >= LONGEST_SILENCE:
+            if time.monotonic() - _Lines.last_line >= longest_silence:
                 self._print()
 
         # A short scan prints no line but its summary. Short bars one after another are not silent

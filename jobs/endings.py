@@ -378,7 +378,7 @@ def lines_of(error: Exception) -> list[str]:
 
 
 def _refused_by_system(error: OSError) -> str:
-    from headcount.schemas.places import reason
+    from headcount.schemas.reasons import reason
 
     problem = f"{error.filename}: {reason(error)}" if error.filename is not None else reason(error)
     if error.errno in TOO_MANY_FILES:

@@ -29,14 +29,8 @@ from headcount.jobs.clocks import changed
 from headcount.jobs.console import duration
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import (
-    Place,
-    names,
-    read_as,
-    reason,
-    unread,
-    write_whole,
-)
+from headcount.schemas.places import Place, names, read_as, unread, write_whole
+from headcount.schemas.reasons import reason
 
 Phase = Literal[
     "planning",
@@ -158,7 +152,8 @@ class _Heartbeat:
     between a command and the tokenising of its corpus.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beat_seconds: float) -> None:
+        self.beat_seconds = beat_seconds
         host, process, now = socket.gethostname(), os.getpid(), time.time()
         phase: Phase = "planning"
         self.driver = Driver(host=host, process=process, phase=phase, since=now, at=now)
@@ -190,7 +185,7 @@ class _Heartbeat:
                 elif is_job or not isinstance(out, Path) or out.is_dir():
                     write_whole(file, driver.model_dump_json(indent=1).encode())
             if not is_last:
-                self.has_news.wait(BEAT_SECONDS)
+                self.has_news.wait(self.beat_seconds)
 
     def end(self, why: str | None) -> None:
         """Write the last word: why it failed, empty if it was stopped, none if all is done."""
@@ -205,9 +200,11 @@ class _Heartbeat:
 
 
 @contextlib.contextmanager
-def taken() -> Iterator[None]:
-    """Take notes of what this process does for one run, until the block ends."""
-    heartbeat = _Heartbeat.of_process = _Heartbeat()
+def taken(beat_seconds: float = BEAT_SECONDS) -> Iterator[None]:
+    """Take notes of what this process does for one run, until the block ends; they are written at
+    least every so many seconds.
+    """
+    heartbeat = _Heartbeat.of_process = _Heartbeat(beat_seconds)
     why = None
     try:
         yield

@@ -56,10 +56,10 @@ def published_command(name: str, replication: Replication) -> str:
     return " && ".join([*steps, loop])
 
 
-def estimated_time(replication: Replication) -> str:
-    """How long one GPU may take for that, in words."""
+def estimated_time(replication: Replication, gpu_operations: float = GPU_OPERATIONS) -> str:
+    """How long one GPU may take for that, in words, at so many operations a second."""
     try:
-        seconds = _all_operations(replication) / GPU_OPERATIONS
+        seconds = _all_operations(replication) / gpu_operations
     except KeyError:
         # A file of one's own may leave out a size, or read a data set of the Hub.
         return "an unknown time"

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from headcount.schemas.errors import CorpusError, ModelError, RunError, ScanError, counted
 from headcount.schemas.files.input_files import open_input, read_input
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.inputs.corpus.documents import checked_builder
 from headcount.workers.model.info.description import find_model
 from headcount.workers.model.info.text_tokenizer import TextTokenizer

@@ -30,7 +30,7 @@ from pydantic import (
 
 from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.input_files import read_input
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.schemas.values import shortened
 from headcount.workers.model.info.model_info import ModelInfo
 

@@ -26,7 +26,8 @@ from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import place
 from headcount.schemas.scans.overrides import field_of, override_fields, split_override
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.description import find_model
 from headcount.workers.model.info.model_info import ModelInfo

@@ -20,7 +20,8 @@ from headcount.reproduce.replication_runs import (
 )
 from headcount.reproduce.verdicts import Result, has_sizes, judge, warning
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.places import place, reason
+from headcount.schemas.places import place
+from headcount.schemas.reasons import reason
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.model_info import ModelInfo
 

@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any, Literal, ParamSpec, TypeAlias
 
 from headcount.schemas.errors import ScanError, unknown
-from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.pattern import Tensor
 from headcount.schemas.registry import (
     HAS_DOCSTRINGS,
@@ -140,9 +139,9 @@ class Formula(Entry):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps: the facts, the options and a fingerprint of the code."""
+        """What a run's manifest keeps of it: the facts, and the options."""
         choice = {"function": self.function_name, "options": dict(self.arguments)}
-        return self.facts | (choice if self.arguments else {}) | {"fingerprint": self.fingerprint}
+        return self.facts | (choice if self.arguments else {})
 
     @property
     def gradients(self) -> frozenset[str]:
@@ -163,10 +162,10 @@ class Formula(Entry):
         """Whether a model has the formula at all; `rotary`: whether positions rotate q and k."""
         return not self.axis or self.defined is None or bool(self.defined(rotary))
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of the formula's code; comments, layout and prose do not count."""
-        return fingerprint(self.function, *([self.defined] if self.defined else []))
+    @property
+    def code(self) -> tuple[Callable[..., Any], ...]:
+        """The functions that decide its values."""
+        return (self.function, *([self.defined] if self.defined else []))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -18,7 +18,6 @@ it is believed, and in the end is an error of the store:
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import os
 import re
@@ -40,21 +39,10 @@ from urllib.request import getproxies, proxy_bypass
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from headcount.schemas.errors import (
-    RunError,
-    ScanError,
-    SilentStoreError,
-    StoreError,
-    WriteError,
-)
+from headcount.schemas.errors import RunError, ScanError, StoreError, WriteError
+from headcount.schemas.reasons import ATTEMPTS, reason, store_error
 
 STORES = ("s3", "gs")
-ATTEMPTS = 10
-"""Repetitions of a request that a store refuses for now: 26 s of pauses in all, each twice as long
-as the one before. If nothing answers at all, each attempt also waits for `REQUEST_SECONDS`: three
-minutes in all to read and four to write, so that a store may stand still for two.
-"""
-
 REQUEST_SECONDS, CONNECT_SECONDS = 15, 10
 """Time that a request waits for the next byte of its answer, and for a connection. Six seconds more
 after its last own byte: curl's speed is a mean of so many.
@@ -633,32 +621,6 @@ def stats(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
                 continue  # Somebody deleted it after it was listed.
 
 
-Fingerprint: TypeAlias = tuple[int, int]
-"""Tells two states of a file or directory apart: how many entries it has, and a digest of them."""
-
-
-def fingerprint(directory: Place) -> Fingerprint:
-    """Changes with the name, the size and the times of anything in a directory.
-
-    It does not read files: what is written again with the same size within a tick of the clock of
-    the file system may look the same.
-    """
-    if isinstance(directory, StorePath):
-        looks = ((info.base_name, info.size, info.mtime_ns) for info in listed(directory))
-    else:
-        # Nobody can set ctime, the time of the last change of the inode.
-        looks = (
-            (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-            for name, status in stats(directory)
-        )
-    count, total = 0, 0
-    # A sum, because the order of a listing is any, and a million names are too many to keep.
-    for look in looks:
-        count += 1
-        total += int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=16).digest())
-    return count, total % 2**128
-
-
 def matching(pattern: StorePath) -> list[tuple[StorePath, int]]:
     """Objects of a store that match a glob, and their sizes; the one of that very name if there is.
 
@@ -709,50 +671,3 @@ def unread(where: Place, error: BaseException) -> RunError:
     """The error about what cannot be read, or is not what was written there."""
     kind = RunError if isinstance(where, Path) else StoreError
     return kind(f"{where}: cannot be read ({reason(error)})")
-
-
-SILENCE = re.compile(r"AWS Error NETWORK_CONNECTION during \w+ operation: ([^;]*).*")
-"""What is said of a request that a store did not answer, however often it was repeated."""
-
-
-DENIAL = re.compile(
-    r"(?:key '(?P<key>[^']*)' in )?(?:bucket '(?P<bucket>[^']*)': )?"
-    r"AWS Error (?:ACCESS_DENIED|\w+_ID|SIGNATURE_DOES_NOT_MATCH|REQUEST_EXPIRED"
-    r"|UNKNOWN \(HTTP status 40[013]\)) during "
-    r"(?P<operation>\w+)"
-)
-"""What is said of a request that a store denies. An answer to HEAD has no body that says why; the
-status of credentials that have ended is 400.
-"""
-
-PERMISSIONS = {
-    "HeadObject": "s3:GetObject and s3:ListBucket",  # without it a missing object is denied, too
-    "GetObject": "s3:GetObject",
-    "ListObjectsV2": "s3:ListBucket",
-    "DeleteObject": "s3:DeleteObject",
-    "DeleteObjects": "s3:DeleteObject",
-}
-"""What a request needs; those that are not here write."""
-
-
-def store_error(error: OSError) -> type[WriteError]:
-    """The kind of error that a store's error becomes."""
-    return SilentStoreError if SILENCE.search(str(error)) else WriteError
-
-
-def reason(error: BaseException) -> str:
-    """Why something failed, in the words of the system or the store, on one line."""
-    text = " ".join(str(getattr(error, "strerror", None) or error).split())
-    if silence := SILENCE.search(text):
-        what = (
-            f"the store gave no whole answer to {ATTEMPTS + 1} requests, bring it or the network up"
-        )
-        text = f"{what}: {text[: silence.start()]}{silence[1]}"
-    elif denial := DENIAL.search(text):
-        permission = PERMISSIONS.get(denial["operation"], "s3:PutObject")
-        place_denied = "/".join(filter(None, (denial["bucket"], denial["key"])))
-        text = (
-            "the store denies it: renew the credentials if they have ended, or allow them "
-            f"{permission}{f' on {place_denied}' if place_denied else ''}"
-        )
-    return text if len(text) <= 240 else f"{text[:239]}…"

@@ -9,31 +9,22 @@ SQL beside a file, in `.sql` files that begin with a comment, becomes named quer
 
 import hashlib
 import linecache
-import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 from pydantic_core import CoreSchema, core_schema
 
-from headcount.schemas.errors import ScanError, unknown
-from headcount.schemas.files.input_files import ROOTS, read_input
+from headcount.schemas.errors import ScanError
 from headcount.schemas.formula_kinds import CURVES, PROFILES
 from headcount.schemas.packages import PLUGIN_MODULES
-from headcount.schemas.places import Place, names, place, reason
 from headcount.schemas.registry import WAITING, Entry, Registry, in_words
-from headcount.schemas.values import shortened
-from headcount.schemas.view_names import names_of_views
-
-GROUP = "headcount.plugins"  # entry points of installed packages
 
 
 class PluginQuery(NamedTuple):
@@ -96,7 +87,7 @@ class Plugin:
         """What its decorators ask for, in order."""
         if not self.functions:
             return _registrations_of(self)
-        return [each for function in self.functions for each in _waiting_of(function)]
+        return [each for function in self.functions for each in waiting_of(function)]
 
 
 def line_in_plugin(filename: str, line: int | None) -> str:
@@ -124,105 +115,6 @@ def line_of_error(error: BaseException) -> str:
         places.append((error.filename or "", error.lineno))
     lines = [line_in_plugin(*each) for each in places]
     return next(filter(None, reversed(lines)), "")
-
-
-def read_plugins(requested: object) -> tuple[Plugin, ...]:
-    """The plug-ins that a scan names: files, installed packages, functions, or read ones."""
-    if not isinstance(requested, list | tuple):
-        raise ScanError(
-            f"plugins: expected a list of files, got {shortened(repr(requested), 60)}; write "
-            'plugins = ["my_heads.py"]'
-        )
-    plugins = tuple(map(_read, cast("list[object]", requested)))
-    for number, plugin in enumerate(plugins):
-        if plugin.name in [other.name for other in plugins[:number]]:
-            raise ScanError(f"plugins: expected each name once, got {plugin.name} twice")
-    queries_of(plugins)
-    return plugins
-
-
-def queries_of(plugins: Iterable[Plugin]) -> dict[str, PluginQuery]:
-    """The named queries of some plug-ins, by name; a name that means two things is refused."""
-    queries: dict[str, PluginQuery] = {}
-    for query in (query for plugin in plugins for query in plugin.queries):
-        if query.name in names_of_views():
-            raise ScanError(
-                f"plugins: {query.name}.sql: {query.name!r} is a view of headcount's own; call it "
-                "otherwise"
-            )
-        # Plug-ins of one folder have the same files beside them.
-        if queries.setdefault(query.name, query) != query:
-            raise ScanError(
-                f"plugins: {query.name}.sql lies beside two plug-ins and says two things; call one "
-                "of them otherwise"
-            )
-    return queries
-
-
-def _read(requested: object) -> Plugin:
-    match requested:
-        case Plugin():
-            return requested
-        case FunctionType():
-            if not _waiting_of(requested):
-                raise ScanError(
-                    f"plugins: {requested.__name__} has no decorator, such as @statistic(SOURCE)"
-                )
-            name = requested.__name__
-            return Plugin(requested.__code__.co_filename, name, b"", (requested,))
-        case str() | Path():
-            name = str(requested)
-            if not name.endswith(".py"):
-                file = _installed(name)
-                return Plugin(name, file.name, file.read_bytes(), queries=_queries_beside(file))
-            if os.environ.get(ROOTS):
-                raise ScanError(
-                    f"plugins: {name}: {ROOTS} is set, so scans may come from others, and only "
-                    "installed plug-ins run"
-                )
-            try:
-                file = place(name)
-                content = read_input(file)
-                return Plugin(name, file.name, content, queries=_queries_beside(file))
-            except OSError as error:
-                raise ScanError(
-                    f"plugins: {name}: cannot be read ({reason(error)}); expected a Python file"
-                ) from None
-        case _:
-            raise ScanError(
-                f"plugins: expected a file, got {shortened(repr(requested), 60)}; write "
-                'plugins = ["my_heads.py"]'
-            )
-
-
-def _queries_beside(file: Place) -> tuple[PluginQuery, ...]:
-    """The `.sql` files in the folder of a plug-in that begin with what they are for.
-
-    Others are somebody's notes, and stay where they are.
-    """
-    # DuckDB knows a name whatever its case.
-    queries = (
-        PluginQuery(name[:-4].lower(), read_input(file.parent / name))
-        for name in sorted(names(file.parent))
-        if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*\.sql", name)
-    )
-    return tuple(query for query in queries if query.content.startswith(b"--"))
-
-
-def _installed(name: str) -> Path:
-    """The file of an installed plug-in; its package says which module that is."""
-    modules = {point.name: point.module for point in entry_points(group=GROUP)}
-    if name not in modules:
-        raise ScanError(
-            f"plugins: {unknown('installed plug-in', name, modules)}; a file's name ends in .py"
-        )
-    try:
-        spec = find_spec(modules[name])
-    except ImportError:
-        spec = None
-    if spec is None or spec.origin is None:
-        raise ScanError(f"plugins: {name}: its package has no module {modules[name]}")
-    return Path(spec.origin)
 
 
 @cache
@@ -275,7 +167,7 @@ def module_of(plugin: Plugin) -> ModuleType:
     return module
 
 
-def _waiting_of(function: FunctionType) -> list[Registration]:
+def waiting_of(function: FunctionType) -> list[Registration]:
     """What the decorators of a function asked for."""
     waiting = function.__globals__.get(WAITING, [])
     return [Registration(*each) for each in waiting if each[1].function is function]
@@ -305,12 +197,6 @@ def activate(plugins: tuple[Plugin, ...]) -> None:
             target[entry.name] = entry
             _added.append((target, entry.name))
     _active = plugins
-    _check_fingerprints([each for plugin in plugins for each in _kept(plugin)])
-
-
-def _kept(plugin: Plugin) -> list[Registration]:
-    """What runs know by its fingerprint: no run keeps functions."""
-    return [] if plugin.functions else plugin.registrations
 
 
 def _check_names(registrations: Iterable[Registration]) -> None:
@@ -325,13 +211,3 @@ def _check_names(registrations: Iterable[Registration]) -> None:
         if name in {*registry, *(each.function.__name__ for each in ours)}:
             raise ScanError(f"{what} is one of headcount's own; call it otherwise")
         lines[id(registry), name] = line
-
-
-def _check_fingerprints(registrations: Iterable[Registration]) -> None:
-    """Refuse what has no fingerprint, such as a function that reads a lock."""
-    for _, entry in registrations:
-        try:
-            _ = entry.fingerprint
-        except Exception as error:
-            activate(())
-            raise ScanError(f"{line_of(entry.function)}: {in_words(error)}") from None

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pydantic import BaseModel, ValidationError, create_model
 
 from headcount.schemas.errors import HeadcountError, ScanError, unknown
-from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.packages import PLUGIN_MODULES
 from headcount.schemas.values import OPTIONS, by_key, in_toml, range_of, wrong_value
 
@@ -198,15 +197,10 @@ class Entry:
         """Its options by name, in their order."""
         return options_of(self.function)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of its code; comments, layout and prose do not count."""
-        return fingerprint(self.function)
-
     @property
-    def record(self) -> dict[str, Any]:
-        """What a run's manifest keeps of it."""
-        return {"meaning": self.meaning, "fingerprint": self.fingerprint}
+    def code(self) -> tuple[Callable[..., Any], ...]:
+        """The functions that decide its values (`schemas.fingerprints`)."""
+        return (self.function,)
 
     @cached_property
     def options_model(self) -> type[BaseModel]:

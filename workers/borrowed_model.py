@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.bridge.booting import compared, modules_of_bridge
 from headcount.workers.loading import bridgeable, model_of
 from headcount.workers.model.adapters import adapters_of, merge_adapters

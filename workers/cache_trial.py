@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from headcount.schemas.errors import ModelError, ScanError, counted
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.engine.prediction_inputs import check_unembedding
 from headcount.workers.head_check import Question, asked_logits
 from headcount.workers.head_gates import Asked, HeadGates, Round, divergences

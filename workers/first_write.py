@@ -18,11 +18,11 @@ from headcount.schemas.places import (
     Place,
     StorePath,
     explained,
-    reason,
     region_and_endpoint,
     temporary_file,
     write_whole,
 )
+from headcount.schemas.reasons import reason
 
 
 def write_new(where: Place, content: bytes) -> bool:

@@ -22,7 +22,8 @@ from headcount.schemas.errors import ModelError, ScanError, counted
 from headcount.schemas.measured_heads import Head
 from headcount.schemas.scans.head_groups import groups_text
 from headcount.schemas.scans.intervention import NONE, Intervention, InterventionPart
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.engine.engine import Engine, PassRequest
 from headcount.workers.engine.prediction_inputs import PredictionInputs, check_unembedding
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_text

@@ -16,7 +16,8 @@ MOST_LOADED = 2  # models in memory: the raw and the folded weights of one
 class KnownModels:
     """Models by name, described and loaded once for a command with many scans."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_loaded: int = MOST_LOADED) -> None:
+        self.most_loaded = most_loaded  # models that are in memory at once
         self._descriptions: dict[tuple[str, str | None, AdapterChoice, str | None], ModelInfo] = {}
         self._loaded: OrderedDict[tuple[object, ...], Model] = OrderedDict()
 
@@ -40,7 +41,7 @@ class KnownModels:
         """A loaded model. The one that was used longest ago makes room for a new one."""
         key = (info.path, info.sha256, weights, device, dtype)
         if key not in self._loaded:
-            while len(self._loaded) >= MOST_LOADED:
+            while len(self._loaded) >= self.most_loaded:
                 self._loaded.popitem(last=False)
             self._loaded[key] = load_model(info, weights, device, dtype)
         self._loaded.move_to_end(key)

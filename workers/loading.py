@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.bridge.booting import boot, folded
 from headcount.workers.bridge.legacy import load_legacy
 from headcount.workers.model.adapters import apply_adapter

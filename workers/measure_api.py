@@ -19,9 +19,9 @@ import torch
 
 from headcount.schemas.arguments import Name, checked
 from headcount.schemas.errors import HeadcountError, MeasureError, ScanError
-from headcount.schemas.places import reason
 from headcount.schemas.plugins import activate
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.reasons import reason
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.tables import with_partitions
 from headcount.workers.borrowed_model import BorrowedModel, borrow, unwrapped
 from headcount.workers.inputs.sequences import ShardInput

@@ -25,7 +25,8 @@ from headcount.schemas.formulas import Formula
 from headcount.schemas.plugins import Plugin, activate, line_of, line_of_error, module_of
 from headcount.schemas.registry import REQUIRED, Entry, in_words
 from headcount.schemas.scans.intervention import NONE, parse_intervention
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.doctest_names import NAMES
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.inputs import InputFamily

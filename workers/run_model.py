@@ -231,7 +231,7 @@ class RunModel:
     def _replica(self, intervention: str, device: str) -> Replica:
         """The model as it measured the rows, but one sequence at a time; it is loaded once."""
         from headcount.schemas.filled_tables import FILLINGS
-        from headcount.schemas.scans.scan import parse_scan
+        from headcount.schemas.scans.scan_file import parse_scan
         from headcount.workers.process import prepare_process
         from headcount.workers.replica import Replica
 

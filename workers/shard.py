@@ -27,8 +27,9 @@ from headcount.schemas.files.parquet import parquet_bytes, table_of
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.kinds import KINDS, kinds_of, table_schema
-from headcount.schemas.places import reason, store_error, write_whole
+from headcount.schemas.places import write_whole
 from headcount.schemas.plugins import line_of_error
+from headcount.schemas.reasons import reason, store_error
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.tables import SEQUENCES, Table, with_partitions
 from headcount.workers.first_write import write_new

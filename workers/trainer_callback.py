@@ -23,8 +23,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from headcount.schemas.arguments import Location, checked
 from headcount.schemas.errors import HeadcountError, ModelError, ScanError, counted
 from headcount.schemas.files.parquet import parquet_bytes
-from headcount.schemas.places import Place, names, place, reason, write_whole
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.places import Place, names, place, write_whole
+from headcount.schemas.reasons import reason
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.values import Count
 from headcount.schemas.watch.history import STEP_FILE, MeasuredStep, measured_step
 from headcount.schemas.watch.rules import WATCHED

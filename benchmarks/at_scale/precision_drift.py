@@ -24,7 +24,7 @@ from benchmarks.measured_on import machine, measured_now
 from benchmarks.page import Json, grid, hardware
 from headcount.jobs.corpus.preparation import HERE
 from headcount.schemas.scans.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.description import describe, find_model

@@ -47,7 +47,8 @@ from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.measured_heads import MeasuredHeads
 from headcount.schemas.scans.intervention import NONE, Intervention
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import uniform_column, with_partitions
 from headcount.workers.interventions.settlement import Settlement

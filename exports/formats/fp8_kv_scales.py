@@ -14,7 +14,7 @@ from headcount.exports.formats.head_profiles import input_notes
 from headcount.exports.shared.registry import Exported, Needs, Options, Part, Setting, export_format
 from headcount.exports.shared.source import ExportSource
 from headcount.schemas.errors import QueryError
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 
 LARGEST_E4M3 = 448.0  # the largest number of the format float8_e4m3fn
 

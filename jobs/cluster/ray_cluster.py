@@ -37,7 +37,7 @@ from headcount.jobs.endings import fail_at_once, starting_processes
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import HeadcountError, RunError
 from headcount.schemas.packages import PACKAGE
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, located
 from headcount.workers.memory import available_cores
 

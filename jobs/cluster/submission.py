@@ -41,7 +41,8 @@ from headcount.jobs.resources import Resources
 from headcount.jobs.run_names import last_run, next_run
 from headcount.schemas.errors import HeadcountError, RunError, printable, unknown
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import StorePath, place, reason
+from headcount.schemas.places import StorePath, place
+from headcount.schemas.reasons import reason
 from headcount.schemas.scans.scan import Scan, safe_name
 
 CONNECT_SECONDS = 10.0  # give up after this many seconds if a cluster does not answer

@@ -16,7 +16,7 @@ import numpy as np
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.places import place
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 
 if TYPE_CHECKING:

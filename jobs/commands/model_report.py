@@ -8,7 +8,7 @@ import torch
 
 from headcount.schemas.errors import HeadcountError, counted
 from headcount.schemas.formulas import Formula
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.dense_pattern import DensePattern
 from headcount.workers.known_models import KnownModels

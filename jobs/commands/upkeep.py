@@ -60,10 +60,9 @@ def check(
 def _check_plugin(file: str) -> None:
     """Try a plug-in as a scan does, and say what it defines."""
     from headcount.jobs.bars import waiting
-    from headcount.schemas.plugins import activate, read_plugins
+    from headcount.schemas.plugin_files import read_and_activate
 
-    plugins = read_plugins([file])
-    activate(plugins)
+    plugins = read_and_activate([file])
     with waiting(Console(stderr=True), f"{file}: trying it on a small model"):
         from headcount.workers.plugin_proof import prove
         from headcount.workers.process import prepare_process

@@ -18,7 +18,7 @@ from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.filled_tables import HEADS
 from headcount.schemas.places import Place, absolute, names, unread
-from headcount.schemas.scans.scan import read_fields
+from headcount.schemas.scans.scan_file import read_fields
 from headcount.schemas.scans.training_step import training_step
 from headcount.schemas.watch.alarms import Alarm
 from headcount.schemas.watch.history import STEP_FILE, MeasuredStep, measured_step

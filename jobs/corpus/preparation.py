@@ -25,7 +25,8 @@ from headcount.jobs.console import duration, say
 from headcount.jobs.job_state import StateTeller
 from headcount.jobs.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
-from headcount.schemas.places import Place, absolute, place, reason, wait_for_store
+from headcount.schemas.places import Place, absolute, place, wait_for_store
+from headcount.schemas.reasons import reason
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.corpus.documents import content_bytes_of
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
@@ -80,6 +81,7 @@ class Preparation:
     resources: Resources | None = None  # Ray prepares a large corpus if these say so
     console: Console = SILENT  # shows how far it is
     verify: bool = False  # whether portions that are there are compared with the texts first
+    ray_bytes: int = LEAST_BYTES_ON_RAY  # what is smaller is prepared here in any case
 
     def prepared(self, sequences: Sequences, corpora: Place) -> SequenceIndex:
         """Prepare what the token store lacks for some sequences; returns their index."""
@@ -104,7 +106,7 @@ class Preparation:
             work.show()
             resources = self.resources
             bytes_missing = sum(extent.bytes for extent in work.missing())
-            is_large = min(bytes_missing, work.letters_wanted()) >= LEAST_BYTES_ON_RAY
+            is_large = min(bytes_missing, work.letters_wanted()) >= self.ray_bytes
             if is_large and resources and (resources.replicas or resources.ray_prepares):
                 prepare_on_ray(work, resources, tell)
             else:

@@ -17,7 +17,7 @@ from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.formulas import CALIBRATED
 from headcount.schemas.measured_heads import Head, MeasuredHeads
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.model_info import NO_IDENTITY, ModelInfo
 

@@ -31,9 +31,11 @@ from headcount.schemas.errors import OtherRunError, RunError, ScanError, printab
 from headcount.schemas.files.manifest import LAYOUT, Location, Manifest
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import check_directory, names, place, read_as, unread
-from headcount.schemas.plugins import Plugin, queries_of
+from headcount.schemas.plugin_files import queries_of
+from headcount.schemas.plugins import Plugin
 from headcount.schemas.scans.overrides import field_of, override_fields
-from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan, parse_scan
+from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.model_info import ModelInfo

@@ -10,6 +10,7 @@ from typing import Any
 
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.manifest import Meanings, fingerprints
+from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.plugins import activate
 from headcount.schemas.registry import check_docstrings
 from headcount.schemas.scans.scan import Scan, in_one_order, run_id
@@ -19,7 +20,7 @@ from headcount.workers.interventions import BoundIntervention, bind, needs_partn
 from headcount.workers.model.info.description import described
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
-from headcount.workers.provenance.providers import column_record
+from headcount.workers.provenance.providers import column_record, entry_record
 
 Records = dict[str, dict[str, Any]]  # what each name computes, its unit and fingerprint
 
@@ -101,6 +102,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
         intervention.check(info, scan_of_model.n_ctx)
         intervention.check_measured(scan_of_model.depth(info))
     sequences = Sequences(scan_of_model, info, partners=needs_partners(scan_of_model.interventions))
+    family = sequences.family
 
     # Options that the scan leaves out count with their defaults: a scan that spells a default out
     # measures the same.
@@ -116,7 +118,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
 
     # An intervention such as `a+b(1,2)` has several parts; each is described by itself.
     bound = {
-        part.registered.name: part.registered.record
+        part.registered.name: entry_record(part.registered, fingerprint(*part.registered.code))
         for intervention in interventions
         for part in intervention.parts
     }
@@ -131,7 +133,7 @@ def resolve(scan: Scan, info: ModelInfo | None = None) -> ResolvedScan:
         info=info,
         sequences=sequences,
         kinds=kinds,
-        inputs={sequences.family.name: sequences.family.record},
+        inputs={family.name: entry_record(family, family.fingerprint)},
         interventions=bound,
         identity=identity,
         code=code_fingerprint(),

@@ -7,7 +7,7 @@ from headcount.schemas.errors import RunError, counted
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.places import write_whole
-from headcount.schemas.plugins import queries_of
+from headcount.schemas.plugin_files import queries_of
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.model.info.model_info import ModelInfo
 

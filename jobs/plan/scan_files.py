@@ -15,7 +15,8 @@ from pathlib import Path
 
 from headcount.schemas.errors import ScanError, counted
 from headcount.schemas.places import StorePath, place
-from headcount.schemas.scans.scan import Scan, load_scan, read_fields
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import load_scan, read_fields
 from headcount.schemas.values import shortened
 from headcount.workers.model.info.bundled_models import BUNDLED_MODELS
 

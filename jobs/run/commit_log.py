@@ -25,9 +25,14 @@ class CommitLog:
     """
 
     def __init__(
-        self, run: RunDirectory, tell: Callable[[str], None], stop_at_failure: bool = False
+        self,
+        run: RunDirectory,
+        tell: Callable[[str], None],
+        stop_at_failure: bool = False,
+        per_segment: int = COMMITS_PER_SEGMENT,
     ) -> None:
         self.run, self.tell, self.stop_at_failure = run, tell, stop_at_failure
+        self.per_segment = per_segment  # commits that are gathered into one file
         self._first = run.any_commit()  # which says what the run was begun with
         self._lines_told: set[str] = set()
         # By whether it was written: sets, because a shard that fails three times is one shard.
@@ -60,7 +65,7 @@ class CommitLog:
         self._tell_difference(outcome)
         self._ungathered.append(outcome)
         # The last few commits stay in files of their own, until there are enough of them.
-        if len(self._ungathered) == COMMITS_PER_SEGMENT:
+        if len(self._ungathered) == self.per_segment:
             if self._gathering is not None:
                 self._gathering.result()
             self._gathering = self._background.submit(

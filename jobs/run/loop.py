@@ -33,7 +33,7 @@ from headcount.schemas.files.commits import (
 )
 from headcount.schemas.files.damage import BY_CONTENT, BY_SIZE
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 
 Outcomes = Generator[Commit | Failure, None, None]
 

@@ -112,10 +112,11 @@ class Progress:
 class WholeProgress:
     """How far several runs are that one command measures, one after the other."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens = tokens  # tokens that the command has to measure, over all runs
         self.measured = 0
-        self.began = time.monotonic()
+        self._clock = clock
+        self.began = clock()
 
     def add(self, tokens: int) -> None:
         """Count tokens that were measured now."""
@@ -126,6 +127,6 @@ class WholeProgress:
         if not self.measured:
             return ""
         tokens_left = max(0, self.tokens - self.measured)
-        seconds_left = tokens_left * (time.monotonic() - self.began) / self.measured
+        seconds_left = tokens_left * (self._clock() - self.began) / self.measured
         share = min(1.0, self.measured / self.tokens) if self.tokens else 1.0
         return f"all scans: {share:.0%}, {duration(seconds_left)} left"

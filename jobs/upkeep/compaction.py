@@ -51,7 +51,8 @@ from headcount.schemas.files.commits import (
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.filled_tables import OF_MERGED, TABLES
-from headcount.schemas.places import names, reason
+from headcount.schemas.places import names
+from headcount.schemas.reasons import reason
 
 ROWS = 2_000_000  # rows of the largest table in a group; a shard with more is a group
 MOST_SHARDS = COMMITS_PER_SEGMENT  # of a group, however small: their files are read at once

@@ -33,12 +33,12 @@ from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.places import (
     StorePath,
     open_at_once,
-    reason,
     settle,
     unread,
     wait_for_store,
     write_whole,
 )
+from headcount.schemas.reasons import reason
 from headcount.schemas.tables import (
     HEADS,
     ROLLUPS,

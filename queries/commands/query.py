@@ -313,9 +313,9 @@ def views(
 
 
 @contextmanager
-def waiting(words: str) -> Iterator[None]:
+def waiting(words: str, seconds: float = LONGEST_SILENCE) -> Iterator[None]:
     """Say what is done, where nobody knows how long it takes: on a terminal as long as it is done,
-    in a log now and then.
+    in a log whenever so many seconds have passed.
     """
     if sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
@@ -328,7 +328,7 @@ def waiting(words: str) -> Iterator[None]:
     def say() -> None:
         tell_user(f"{words}, for {time.monotonic() - began:.0f} s")
 
-    with repeated(say, LONGEST_SILENCE):
+    with repeated(say, seconds):
         yield
 
 

@@ -89,11 +89,13 @@ class Engine:
         model: str | None = None,
         memory: str = MEMORY,
         deadline: float = DEADLINE,
+        fresh_seconds: float = FRESH_SECONDS,
     ) -> None:
         self.path = path
         self.code = code
         self.memory = memory
         self.deadline = deadline
+        self.fresh_seconds = fresh_seconds
         self.models = RunModels(path, model)
         self.cache = AnswerCache()
         self.memory_of_runs = RunMemory()
@@ -128,7 +130,7 @@ class Engine:
             raise QueryError(why) from None
         if isinstance(query, Overview):
             # While another look is on its way, the page gets what is known. It asks again soon.
-            is_stale = time.monotonic() - self._looked > FRESH_SECONDS
+            is_stale = time.monotonic() - self._looked > self.fresh_seconds
             if is_stale and not self._opening.locked():
                 await self.look_again()
             return _packed(self.runs, Answer(self.runs.overview()))

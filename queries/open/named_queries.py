@@ -108,9 +108,17 @@ class NamedQuery:
     @property
     def macro_body(self) -> str:
         """The SQL in which parameters are plain names, as in the body of a macro."""
+        return self._with_parameters_as(r"\1")
+
+    @property
+    def grouped_macro_body(self) -> str:
+        """The same with each parameter in a query of its own, as groups of rows need it."""
+        return self._with_parameters_as(r"(SELECT \1)")
+
+    def _with_parameters_as(self, form: str) -> str:
         names = "|".join(parameter.name for parameter in self.parameters)
         # To the end of the word: one name may begin with another.
-        return re.sub(rf"\$({names})\b", r"\1", self.sql)
+        return re.sub(rf"\$({names})\b", form, self.sql)
 
     @property
     def required(self) -> list[Parameter]:

@@ -7,15 +7,20 @@ file system. So a state of a run counts only once the run was read a tick after 
 seen. That takes a clock which only goes forward, and compares no clocks of two machines.
 """
 
+import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from headcount.queries.open.run import Run, read_run
 from headcount.queries.open.verified_files import CLOCK_TICK_SECONDS
 from headcount.schemas.files.damage import data_folders
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import Fingerprint, Place, fingerprint, unread
+from headcount.schemas.places import Place, StorePath, listed, stats, unread
+
+Fingerprint: TypeAlias = tuple[int, int]
+"""Tells two states of a file or directory apart: how many entries it has, and a digest of them."""
 
 State = dict[str, Fingerprint]  # what its manifest and directories look like, by path
 
@@ -32,7 +37,8 @@ class _Read:
 class RunMemory:
     """Remembers runs. What it returns is what `read_run` would return now."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick_seconds: float = CLOCK_TICK_SECONDS) -> None:
+        self.tick_seconds = tick_seconds  # of the clock of the file system
         self._reads: dict[tuple[Place, str | None], _Read] = {}
 
     def read_run(self, directory: RunDirectory, code: str | None) -> Run:
@@ -47,7 +53,7 @@ class RunMemory:
         run = read_run(directory, code)
         folders = data_folders(run.commit_log)
         if last and last.state == state and last.folders == folders:
-            is_settled = began - last.first_seen >= CLOCK_TICK_SECONDS
+            is_settled = began - last.first_seen >= self.tick_seconds
             self._reads[key] = _Read(run, folders, state, last.first_seen, is_settled)
         else:
             # Directories that were not known are seen after the run was read. That does no harm:
@@ -61,9 +67,31 @@ class RunMemory:
 def _state(directory: RunDirectory, folders: Iterable[str]) -> State:
     try:
         return {
-            "manifest.json": fingerprint(directory.path),
-            "commits": fingerprint(directory.commits_directory),
-            **{folder: fingerprint(directory.path / folder) for folder in folders},
+            "manifest.json": _fingerprint(directory.path),
+            "commits": _fingerprint(directory.commits_directory),
+            **{folder: _fingerprint(directory.path / folder) for folder in folders},
         }
     except OSError as error:
         raise unread(directory.path, error) from None
+
+
+def _fingerprint(directory: Place) -> Fingerprint:
+    """Changes with the name, the size and the times of anything in a directory.
+
+    It does not read files: what is written again with the same size within a tick of the clock of
+    the file system may look the same.
+    """
+    if isinstance(directory, StorePath):
+        looks = ((info.base_name, info.size, info.mtime_ns) for info in listed(directory))
+    else:
+        # Nobody can set ctime, the time of the last change of the inode.
+        looks = (
+            (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            for name, status in stats(directory)
+        )
+    count, total = 0, 0
+    # A sum, because the order of a listing is any, and a million names are too many to keep.
+    for look in looks:
+        count += 1
+        total += int.from_bytes(hashlib.blake2b(repr(look).encode(), digest_size=16).digest())
+    return count, total % 2**128

@@ -25,6 +25,10 @@ FOUNDED = re.compile(r"\binternal\.(?:head|subset)_")
 """Names of the internal views that some queries stand on, which take time to create."""
 
 
+NOT_GROUPED = "must appear in the GROUP BY clause"
+"""What DuckDB says of a column that stands beside groups and is none of them."""
+
+
 def tables_named(code: str) -> set[str]:
     """The tables and views that a named query selects from, by the last part of their names."""
     steps = re.findall(r"(\w+)\s+as\s+(?:not\s+materialized\s+)?\(", code)
@@ -142,13 +146,14 @@ def _create(
     if not query.parameters:
         connection.execute(f"CREATE VIEW {view} AS {query.sql}")
         return
-    macro = f"CREATE MACRO {view}({query.declared}) AS TABLE {query.macro_body}"
     try:
-        connection.execute(macro)
+        _create_macro(connection, query, query.macro_body, foundations)
     except duckdb.BinderException as error:
-        if "Conflicting column names" not in str(error):
+        if NOT_GROUPED not in str(error):
             raise
-        _create_over_tables(connection, macro, foundations)
+        # DuckDB takes a parameter for a column, which HAVING and the columns beside groups may not
+        # name. In a query of its own it may stand there.
+        _create_macro(connection, query, query.grouped_macro_body, foundations)
     if query.required:
         connection.execute(_failing_view(query.name, query.what_is_missing(query.required)))
         return
@@ -163,6 +168,18 @@ def _create(
             f"--statistic names another (in SQL: FROM {query.name}(statistic := …))"
         )
         connection.execute(_failing_view(query.name, problem))
+
+
+def _create_macro(
+    connection: duckdb.DuckDBPyConnection, query: NamedQuery, body: str, foundations: Iterable[str]
+) -> None:
+    macro = f"CREATE MACRO {quoted_name(query.name)}({query.declared}) AS TABLE {body}"
+    try:
+        connection.execute(macro)
+    except duckdb.BinderException as error:
+        if "Conflicting column names" not in str(error):
+            raise
+        _create_over_tables(connection, macro, foundations)
 
 
 def _create_over_tables(

@@ -127,7 +127,10 @@ class EmbeddedAnswers:
             **json_value(header, DIGITS),
             "shape": self._runs.facts(query.scope.run_id).shape,
             "arrays": [
-                json_value(array.ravel().tolist(), DIGITS, name)
+                # Counts are as many as histograms have bins, and have no digits to spare.
+                array.ravel().tolist()
+                if array.dtype.kind in "iu"
+                else json_value(array.ravel().tolist(), DIGITS, name)
                 for name, array in zip(names, answer.arrays, strict=True)
             ],
         }

@@ -43,11 +43,11 @@ from headcount.schemas.places import (
     StorePath,
     names,
     read_as,
-    reason,
     settle,
     unread,
     write_whole,
 )
+from headcount.schemas.reasons import reason
 
 pc: Any = pyarrow.compute  # Its functions are made at run time; no type checker finds them.
 
@@ -303,8 +303,8 @@ def gather(directory: Place, commits: Sequence[Commit], segments: Segments | Non
     delete(directory / commit_name(commit.shard) for commit in commits)
 
 
-def gather_loose(directory: Place, run_id: str) -> None:
-    """Gather the commits that are files of their own, if there are enough for a segment."""
+def gather_loose(directory: Place, run_id: str, least: int = COMMITS_PER_SEGMENT) -> None:
+    """Gather the commits that are files of their own, if there are at least so many."""
 
     def read(name: str) -> Commit | None:
         try:
@@ -313,7 +313,7 @@ def gather_loose(directory: Place, run_id: str) -> None:
             return None  # Another driver has gathered it since the directory was listed.
 
     loose = _loose(names(directory))
-    if len(loose) >= COMMITS_PER_SEGMENT:
+    if len(loose) >= least:
         commits = _at_once(directory, read, loose)
         gather(directory, [commit for commit in commits if commit is not None])
 

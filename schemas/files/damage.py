@@ -33,10 +33,10 @@ from headcount.schemas.places import (
     StorePath,
     names,
     open_whole,
-    reason,
     sizes,
     unread,
 )
+from headcount.schemas.reasons import reason
 from headcount.schemas.tables import ROLLUPS
 
 DATA_FOLDER = rf"({'|'.join(TABLES)})/intervention=[\w().,+-]+"

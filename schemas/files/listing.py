@@ -21,11 +21,11 @@ NAMES_AT_ONCE = 65_536  # of which the letters are in memory
 class Listing:
     """The names in a directory."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], at_once: int = NAMES_AT_ONCE) -> None:
         self._digests: dict[int, np.ndarray] = {}  # by the number of digits, then by shard
         self._others: set[str] = set()
-        for first in range(0, len(names), NAMES_AT_ONCE):
-            batch = names[first : first + NAMES_AT_ONCE]
+        for first in range(0, len(names), at_once):
+            batch = names[first : first + at_once]
             # No name has a slash.
             text = np.frombuffer(os.fsencode("/".join(["", *batch, ""])), np.uint8)
             starts = np.flatnonzero(text == ord("/")) + 1

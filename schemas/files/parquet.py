@@ -1,13 +1,12 @@
 """Parquet files in memory, on disks and in stores."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedReader
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from headcount.schemas.places import OpenFile
 
 SMALL_BYTES = 32_768  # of a table that is written without compression
 
@@ -70,7 +69,7 @@ def _leaves_without_floats(path: str, data_type: pa.DataType) -> Iterator[str]:
         yield path
 
 
-def read_content(file: OpenFile, columns: Sequence[str] | None = None) -> pa.Table:
+def read_content(file: BufferedReader, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of an open file, in the columns that it has; raises OSError for a wrong checksum."""
     content = pq.ParquetFile(file, page_checksum_verification=True)
     # Callers read many files at once, each in a thread of their own.

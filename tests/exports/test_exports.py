@@ -24,7 +24,7 @@ from headcount.exports.formats.duo import block_length
 from headcount.queries.ask.asking import open_runs
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.registry import REQUIRED
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.values import range_of
 from headcount.workers.model.info.bundled_models import BUNDLED_MODELS
 from tests.toys.commands import error_of, printed

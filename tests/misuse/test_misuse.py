@@ -20,12 +20,14 @@ import headcount
 from headcount.jobs.endings import ended_in_lines
 from headcount.schemas.errors import ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.schemas.scans.scan import parse_scan, safe_name
+from headcount.schemas.scans.scan import safe_name
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.text_tokenizer import _check_size
 from tests import ROOT
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy
+from tests.toys.object_stores import hurry
 
 TABLE = tomllib.loads(Path(__file__).with_name("misuse.toml").read_text(encoding="utf-8"))
 REPEATED = re.compile(f"({'|'.join(TABLE['texts'])}|.)\\{{(\\d+)\\}}", re.DOTALL)
@@ -154,7 +156,7 @@ def folder(
     # The trace of an error of ours is kept where temporary files lie.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # Nobody waits here for a store that is down.
-    monkeypatch.setattr("headcount.schemas.places.PAUSE_SECONDS", 0)
+    hurry(monkeypatch, PAUSE_SECONDS=0)
     for path in shelf.iterdir():
         (tmp_path / path.name).symlink_to(path)
     with ExitStack() as locks:

@@ -15,7 +15,8 @@ from headcount.jobs.run_names import last_run, next_run, runs_of
 from headcount.jobs.upkeep.removal import remove
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.scans.scan import Scan, load_scan, safe_name
+from headcount.schemas.scans.scan import Scan, safe_name
+from headcount.schemas.scans.scan_file import load_scan
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.misuse.conftest import Command
 from tests.toys import toy_models as toy

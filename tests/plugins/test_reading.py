@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from headcount.schemas.errors import ScanError
+from headcount.schemas.fingerprints import fingerprint as fingerprint_of
 from headcount.schemas.formula_kinds import STATISTICS
-from headcount.schemas.plugins import activate, read_plugins
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.plugin_files import read_plugins
+from headcount.schemas.plugins import activate
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from tests.plugins.files import DELIMITERS, HEADER, statistic_file
 from tests.toys.refusals import refused
 
@@ -31,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 def fingerprint(file: Path, content: str) -> str:
     file.write_text(content)
     (formula,) = scan_with(file).formulas(STATISTICS)
-    return formula.fingerprint
+    return fingerprint_of(*formula.code)
 
 
 def test_a_fingerprint_covers_functions_and_constants_of_the_file_and_no_prose(file: Path):
@@ -48,7 +51,7 @@ def test_each_scan_has_its_own_version_of_a_file_and_a_scan_without_has_none(fil
     new = scan_with(file)
     (of_new,) = new.formulas(STATISTICS)
     (of_old,) = old.formulas(STATISTICS)
-    assert of_old.fingerprint != of_new.fingerprint
+    assert fingerprint_of(*of_old.code) != fingerprint_of(*of_new.code)
     # Of one name and one meaning, so the runs are of one scan, which the fingerprints tell apart.
     assert old.fingerprint == new.fingerprint
     message = refused(ScanError, scan_with)

@@ -15,8 +15,8 @@ from headcount.jobs.plan.resolved_scan import resolve
 from headcount.schemas.errors import ScanError
 from headcount.schemas.formula_kinds import statistic
 from headcount.schemas.pattern import Pattern
-from headcount.schemas.plugins import read_plugins
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.plugin_files import read_plugins
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.units import Probability
 from headcount.workers.plugin_proof import prove
 from tests.plugins.files import DELIMITERS, HEADER, OWN_CHANGES, statistic_file

@@ -113,6 +113,14 @@ HARD_ROOMS = (
 )
 """What nobody need read who reads how a replica measures."""
 
+HOW_THINGS_ARE_READ = (
+    "headcount.schemas.fingerprints",
+    "headcount.schemas.places",
+    "headcount.schemas.plugin_files",
+    "headcount.schemas.scans.scan_file",
+)
+"""Nor this: a replica is given a scan with its plug-ins."""
+
 ONLY_IN = {
     "aiohttp": ("queries/explore/server.py",),
     "datasets": ("workers/inputs/corpus/documents.py", "reproduce/published_texts.py"),
@@ -304,9 +312,10 @@ def closure_of(module: str) -> set[str]:
     return needed
 
 
-def test_a_replica_needs_no_room_for_a_hard_matter() -> None:
+def test_a_replica_needs_no_room_for_a_hard_matter_and_reads_no_scan() -> None:
     needed = closure_of("headcount.workers.replica")
-    assert [name for name in needed if name.startswith(HARD_ROOMS)] == []
+    unneeded = (*HARD_ROOMS, *HOW_THINGS_ARE_READ)
+    assert [name for name in needed if name.startswith(unneeded)] == []
 
 
 def test_the_page_lists_the_spine_in_the_order_of_reading() -> None:

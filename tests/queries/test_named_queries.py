@@ -255,6 +255,28 @@ def test_a_parameter_without_a_default_must_be_given(path: Path, tmp_path: Path)
         open_runs(path, queries=tmp_path)
 
 
+def test_a_parameter_may_stand_wherever_groups_are_asked(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "busy_layers.sql").write_text(
+        "-- Layers by the rows of their heads from some head on.\n"
+        "-- parameter first BIGINT = 4: the first head that counts.\n"
+        "-- parameter rows BIGINT = 9: rows that a layer has at least.\n"
+        "SELECT layer, count(*) - $first AS above, $rows AS least\n"
+        "FROM heads WHERE head >= $first AND run_id = 'a-1' GROUP BY layer\n"
+        "HAVING count(*) >= $rows ORDER BY layer\n"
+    )
+    # By a column that is none of the groups, which has nothing to do with a parameter.
+    (tmp_path / "ungrouped.sql").write_text(
+        "-- Not a query.\n-- parameter least BIGINT = 1: rows.\n"
+        "SELECT layer, head FROM heads GROUP BY layer HAVING count(*) >= $least\n"
+    )
+    database = open_runs(path, queries=tmp_path)
+    assert database.rows("FROM busy_layers") == [(layer, 14, 9) for layer in range(LAYERS)]
+    assert database.rows("FROM busy_layers(rows := 19)") == []
+    assert database.rows("FROM busy_layers(first := 3, rows := 27)") == [(0, 24, 27), (1, 24, 27)]
+    with pytest.raises(QueryError, match='column "head" must appear in the GROUP BY clause'):
+        database.rows("FROM ungrouped")
+
+
 def test_a_mistake_points_at_its_place(database: RunDatabase) -> None:
     for sql, pointer in {
         "SELECT lyer FROM heads": "SELECT lyer FROM heads\n       ^^^^",

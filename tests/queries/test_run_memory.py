@@ -14,7 +14,7 @@ from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.open import run_memory
 from headcount.queries.open.run import Run, read_run
 from headcount.queries.open.run_memory import RunMemory
-from headcount.schemas import places
+from headcount.queries.open.verified_files import CLOCK_TICK_SECONDS
 from headcount.schemas.files.commits import read_commit
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import Place, write_whole
@@ -23,12 +23,6 @@ from tests.toys.toy_runs import data_file, local, write_run
 
 TICK = 0.1
 """Seconds that a tick is taken to last here. Clocks of this machine tick in thousandths."""
-
-
-@pytest.fixture
-def short_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a run be remembered for good after a short tick."""
-    monkeypatch.setattr(run_memory, "CLOCK_TICK_SECONDS", TICK)
 
 
 class Looks(NamedTuple):
@@ -49,7 +43,7 @@ class Looks(NamedTuple):
     def settle(self) -> Run:
         """Look until the run is remembered for good."""
         self.look()
-        time.sleep(run_memory.CLOCK_TICK_SECONDS)
+        time.sleep(self.memory.tick_seconds)
         run = self.look()
         assert self.look() is run
         return run
@@ -63,7 +57,7 @@ def toy_run(out: Path, **facts: Any) -> RunDirectory:
 
 @pytest.fixture
 def looks(tmp_path: Path) -> Looks:
-    return Looks(toy_run(tmp_path), RunMemory())
+    return Looks(toy_run(tmp_path), RunMemory(TICK))
 
 
 def commit_anew(file: Place) -> None:
@@ -76,7 +70,6 @@ def commit_anew(file: Place) -> None:
     write_whole(file, other.encode())
 
 
-@pytest.mark.usefixtures("short_tick")
 def test_an_unchanged_run_is_read_twice_and_then_never(looks: Looks) -> None:
     first = looks.look()
     # Within a tick of the clock, something may have changed and look the same.
@@ -86,7 +79,6 @@ def test_an_unchanged_run_is_read_twice_and_then_never(looks: Looks) -> None:
         assert looks.look() is run
 
 
-@pytest.mark.usefixtures("short_tick")
 def test_every_change_is_seen(looks: Looks, tmp_path: Path) -> None:
     directory = looks.directory
     heads = local(data_file(directory, "heads", "none", 1))
@@ -128,7 +120,7 @@ class CoarseStatus(NamedTuple):
 @pytest.fixture
 def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let listings say of times what FAT says, whose ticks last two seconds, in shorter ticks."""
-    exact = places.stats
+    exact = run_memory.stats
 
     def coarse(directory: Path) -> Iterator[tuple[str, CoarseStatus]]:
         tick = int(TICK * 1e9)
@@ -136,10 +128,10 @@ def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             mtime, ctime = (t // tick * tick for t in (status.st_mtime_ns, status.st_ctime_ns))
             yield name, CoarseStatus(status.st_size, mtime, ctime)
 
-    monkeypatch.setattr(places, "stats", coarse)
+    monkeypatch.setattr(run_memory, "stats", coarse)
 
 
-@pytest.mark.usefixtures("short_tick", "coarse_clock")
+@pytest.mark.usefixtures("coarse_clock")
 def test_a_commit_in_the_same_tick_of_a_coarse_clock_is_seen(looks: Looks) -> None:
     file = looks.directory.commit_file(2)
     # Any phase of the tick, with looks between the commits.
@@ -154,9 +146,8 @@ def test_a_commit_in_the_same_tick_of_a_coarse_clock_is_seen(looks: Looks) -> No
     assert looks.look() is not run
 
 
-@pytest.mark.usefixtures("short_tick")
 def test_a_run_without_commits_is_seen_to_begin(tmp_path: Path) -> None:
-    looks = Looks(toy_run(tmp_path, commit=[]), RunMemory())
+    looks = Looks(toy_run(tmp_path, commit=[]), RunMemory(TICK))
     assert len(looks.settle().commit_log) == 0
     other = local(toy_run(tmp_path / "b").path)
     shutil.copytree(other, local(looks.directory.path), dirs_exist_ok=True)
@@ -182,7 +173,6 @@ def test_in_a_store_each_commit_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
         looks.look()
 
 
-@pytest.mark.usefixtures("short_tick")
 def test_refreshed_runs_are_opened_again_only_for_news(tmp_path: Path) -> None:
     directory = toy_run(tmp_path)
     commit = local(directory.commit_file(3))
@@ -190,7 +180,7 @@ def test_refreshed_runs_are_opened_again_only_for_news(tmp_path: Path) -> None:
     commit.unlink()
     query = "SELECT shards_done FROM runs"
     with headcount.open(tmp_path) as runs:
-        time.sleep(TICK)
+        time.sleep(CLOCK_TICK_SECONDS)
         database = runs.refresh().database
         assert runs.refresh().database is database
         write_whole(commit, content)

@@ -8,21 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from headcount.queries.commands import query
 from headcount.queries.commands.query import waiting
 from tests import ROOT
 from tests.toys.toy_runs import write_run
 
 
 def test_a_log_has_a_line_now_and_then_and_none_if_it_is_quick(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with waiting("reading the runs"):
         pass
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(query, "LONGEST_SILENCE", 0.02)
     told, deadline = "", time.monotonic() + 20
-    with waiting("reading the runs"):
+    with waiting("reading the runs", seconds=0.02):
         while told.count("\n") < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -339,10 +339,16 @@ class ReplicationControls:
     """Both controls of one replication, on short runs."""
 
     def __init__(
-        self, name: str, replication: Replication, home: Path, models: KnownModels
+        self,
+        name: str,
+        replication: Replication,
+        home: Path,
+        models: KnownModels,
+        seeds: range = SEEDS,
     ) -> None:
         """`home` has the runs of all replications, and models for all that have their sizes."""
         self.name = name
+        self.seeds = seeds
         self.replication = replication
         self.home = home
         self.models = models
@@ -364,11 +370,11 @@ class ReplicationControls:
                     all_sizes.append(sizes)
         controls: list[Control] = []
         for sizes in all_sizes:
-            seeds = SEEDS if sizes == all_sizes[0] else SEEDS[:1]
+            seeds = self.seeds if sizes == all_sizes[0] else self.seeds[:1]
             controls += self._random_figures(sizes, seeds)
             if has_interventions(self.replication):
                 controls += self._null_figures(sizes)
-        for seed in SEEDS:
+        for seed in self.seeds:
             database = self.database(self.runs(all_sizes[0], UNTRAINED, seed))
             claims = passing_claims(self.name, self.replication, database, "passes_random")
             controls += [Control("random", words, f"holds ({v})", why) for words, v, why in claims]

@@ -5,7 +5,6 @@ mistaken for the published model; mistakes in its file are lines.
 import html
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -53,11 +52,9 @@ def reproduce(*words: str) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def models() -> Iterator[KnownModels]:
+def models() -> KnownModels:
     """The miniatures, each loaded once for the replications that share it: they are small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headcount.workers.known_models.MOST_LOADED", 100)
-        yield KnownModels()
+    return KnownModels(most_loaded=100)
 
 
 @pytest.mark.parametrize(
@@ -334,10 +331,7 @@ def test_the_command_names_every_model_and_what_it_needs() -> None:
     assert published_command("toy", trained) == "train it && headcount reproduce toy.toml --model m"
 
 
-def test_the_time_is_operations_of_tokens_over_those_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("headcount.reproduce.published_run.GPU_OPERATIONS", 1.0)
+def test_the_time_is_operations_of_tokens_over_those_of_a_gpu() -> None:
     sizes = {"n_layers": 2, "d_model": 4, "d_vocab": 10}
     scans = {
         "drawn": {"n_ctx": 8, "sequences": 5, "interventions": ["none", "a", "b"]},
@@ -352,9 +346,10 @@ def test_the_time_is_operations_of_tokens_over_those_of_a_gpu(
     # For a token 24 x 2 x 4² + 2 x 2 x 8 x 4 + 2 x 4 x 10 operations.
     operations = 768 + 128 + 80
     tokens = 8 * 5 * 3 + 8
-    assert estimated_time(toy_replication(**fields)) == duration(tokens * operations)
+    untrained = toy_replication(**fields)
+    assert estimated_time(untrained, gpu_operations=1) == duration(tokens * operations)
     trained = toy_replication(**fields, training_tokens=7)
-    assert estimated_time(trained) == duration((tokens + 3 * 7) * operations)
+    assert estimated_time(trained, gpu_operations=1) == duration((tokens + 3 * 7) * operations)
 
 
 @pytest.mark.parametrize("name", [n for n in REPLICATIONS if REPLICATIONS[n].training_tokens])

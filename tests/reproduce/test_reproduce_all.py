@@ -239,10 +239,9 @@ def test_a_text_is_for_its_replications(tmp_path: Path, monkeypatch: pytest.Monk
         texts_of_replications(["poem.txt"], {"d": selection["d"]})
 
 
-def test_the_time_left_is_that_of_all_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_that_of_all_scans() -> None:
     now = [100.0]
-    monkeypatch.setattr("headcount.jobs.run.progress.time.monotonic", lambda: now[0])
-    whole = WholeProgress(1000)
+    whole = WholeProgress(1000, clock=lambda: now[0])
     assert whole.line() == ""
     now[0] += 30
     whole.add(250)

@@ -24,7 +24,7 @@ from headcount.schemas.errors import RunError, SilentStoreError, StoreError, Wri
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.places import StorePath, names, place, write_whole
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.preparation import is_whole
@@ -33,7 +33,7 @@ from headcount.workers.provenance.code_fingerprint import read_code
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of
 from tests.tools.processes import DIES_WITH_ITS_PARENT
-from tests.toys.object_stores import object_store
+from tests.toys.object_stores import hurry, object_store
 from tests.toys.refusals import refused
 from tests.toys.runs_here import begun, run_here
 from tests.toys.toy_replica import ToyReplica
@@ -44,7 +44,7 @@ SHARDS = 8
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """A store of which a request is given up after two seconds."""
-    monkeypatch.setattr(places, "REQUEST_SECONDS", 1)
+    hurry(monkeypatch, REQUEST_SECONDS=1)
     with object_store(monkeypatch) as server:
         yield server
 
@@ -123,8 +123,7 @@ def test_a_worker_waits_longer_for_a_store_than_a_command(
     for cores in ("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(cores, "1")
     work = begun_work()
-    monkeypatch.setattr(places, "PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(places, "PROBING_SECONDS", 0.4)
+    hurry(monkeypatch, PROBE_SECONDS=0.2, PROBING_SECONDS=0.4)
     # As in a process that has asked for nothing yet.
     places._filesystem.cache_clear()
     runs = place("s3://bucket/runs")
@@ -140,7 +139,7 @@ def test_a_worker_waits_longer_for_a_store_than_a_command(
 def test_a_store_that_never_answers_ends_a_run_at_its_first_shard(
     store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "ATTEMPTS", 1)
+    hurry(monkeypatch, ATTEMPTS=1)
     places._filesystem.cache_clear()
     plan = plan_in("s3://bucket/silent")
     store.set_rules(Rule({"cut": "before"}, "/heads/", "PUT", skip=2, count=None))

@@ -48,16 +48,13 @@ def test_gathering_changes_where_commits_are_and_nothing_else(run: RunDirectory)
     assert run.commit_log(["rows", "host"]).column_names == ["shard", "rows", "host"]
 
 
-def test_a_commit_that_another_driver_gathers_meanwhile_is_left_to_it(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(commit_log, "COMMITS_PER_SEGMENT", 5)
+def test_a_commit_that_another_driver_gathers_meanwhile_is_left_to_it(run: RunDirectory):
     commits_before = list(run.commits())
     gather(run.commits_directory, commits_before[3:4])
     # It is listed still, and cannot be read.
     listed = local(run.commits_directory) / "shard-000003.json"
     listed.symlink_to("nowhere")
-    gather_loose(run.commits_directory, run.run_id)
+    gather_loose(run.commits_directory, run.run_id, least=5)
     listed.unlink()
     assert commit_log_files(run, "shard-") == []
     assert list(run.commits()) == commits_before
@@ -171,12 +168,11 @@ def test_a_late_attempt_is_not_gathered_in_place_of_the_commit_that_counts(run: 
     assert len(commit_log_files(run, "shard-")) == 7
 
 
-def test_a_driver_gathers_while_outcomes_pass(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headcount.jobs.run.commit_log.COMMITS_PER_SEGMENT", 4)
+def test_a_driver_gathers_while_outcomes_pass(run: RunDirectory):
     commits_before = list(run.commits())
     outcomes: list[Commit | Failure] = [*commits_before]
     outcomes.insert(5, Failure(99, "why"))
-    with CommitLog(run, print) as commit_log:
+    with CommitLog(run, print, per_segment=4) as commit_log:
         for outcome in outcomes:
             commit_log.note(outcome)
     assert len(commit_log_files(run, "segment-")) == 2
@@ -229,10 +225,7 @@ def test_places():
 
 
 @pytest.mark.parametrize("name", ["shard-000003.json", f"segment-000000-{'0' * 32}.parquet"])
-def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    monkeypatch.setattr(commit_log, "LISTING_PAUSE", 0.001)
+def test_a_file_that_is_listed_and_cannot_be_opened_is_one_line_soon(run: RunDirectory, name: str):
     link = Path(str(run.commits_directory / name))
     link.unlink(missing_ok=True)
     link.symlink_to("nowhere")

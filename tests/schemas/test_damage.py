@@ -4,6 +4,8 @@ import os
 import random
 import re
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import eq
@@ -297,7 +299,9 @@ def test_roll_ups_that_lack_a_column_are_to_be_written_again(tmp_path: Path):
     assert damage.problem(run.path, older, {}) == expected
 
 
-def test_a_checked_file_is_known_until_changed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+def test_a_checked_file_is_known_until_changed(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     read: list[str] = []
 
     def problem(*arguments: Any) -> str | None:
@@ -316,9 +320,13 @@ def test_a_checked_file_is_known_until_changed(run: RunDirectory, monkeypatch: p
 
     heads_files = 2 * SHARDS
     # Files that have just been written could change again and look the same.
-    monkeypatch.setattr(verified_files, "CLOCK_TICK_SECONDS", 3600.0)
-    assert twice("FROM heads") == [heads_files, heads_files]
-    monkeypatch.setattr(verified_files, "CLOCK_TICK_SECONDS", -1.0)
+    now = time.time()
+    for written in (now + 3600, now):
+        for file in local(run.path).glob("heads/*/*.parquet"):
+            os.utime(file, (written, written))
+        if written > now:
+            assert twice("FROM heads") == [heads_files, heads_files]
+    time.sleep(verified_files.CLOCK_TICK_SECONDS)
     assert files_read("FROM runs") == 0
     assert twice("FROM heads") == [heads_files, 0]
     assert twice("FROM sequences") == [2 * SHARDS, 0]
@@ -330,7 +338,10 @@ def test_a_checked_file_is_known_until_changed(run: RunDirectory, monkeypatch: p
     assert files_read("FROM heads, sequences LIMIT 1") in (2, 3)
     memory.write_bytes(b"")
     assert files_read("FROM heads") == heads_files
-    monkeypatch.setattr(verified_files, "_key_folders", lambda: [Path("/proc/nowhere")])
+    # Where neither of the places for it can be written.
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    (tmp_path / f"headcount-{os.getuid()}").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert twice("FROM heads") == [heads_files, heads_files]
 
 

@@ -5,7 +5,6 @@ import random
 import pyarrow as pa
 import pytest
 
-from headcount.schemas.files import listing
 from headcount.schemas.files.listing import Listing
 
 NO_FILES_OF_SHARDS = [
@@ -32,10 +31,7 @@ def shard_name(draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_listing_holds_what_a_set_of_its_names_holds(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listing, "NAMES_AT_ONCE", 7)
+def test_a_listing_holds_what_a_set_of_its_names_holds(seed: int) -> None:
     draw = random.Random(seed)
     candidates = sorted({shard_name(draw) for _ in range(100)}) + NO_FILES_OF_SHARDS
     listed = draw.sample(candidates, draw.randrange(len(candidates)))
@@ -43,7 +39,8 @@ def test_a_listing_holds_what_a_set_of_its_names_holds(
     wanted = [name for name in candidates if name != "\udcff.parquet"]
     wanted = draw.choices(wanted, k=200)
     names = pa.array(["a name before the slice", *wanted])[1:]
-    assert Listing(listed).holds(names).tolist() == [name in {*listed} for name in wanted]
+    is_held = Listing(listed, at_once=7).holds(names).tolist()
+    assert is_held == [name in {*listed} for name in wanted]
 
 
 def test_a_listing_without_a_name_holds_none():

@@ -21,7 +21,7 @@ from headcount.queries.report.html_page import unpacked
 from headcount.queries.report.report import write_report
 from headcount.schemas.errors import MeasureError
 from headcount.schemas.profiles import PROFILES
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.inputs.sequences import ShardInput

@@ -12,7 +12,8 @@ from headcount.schemas.errors import ScanError
 from headcount.schemas.filled_tables import FILLINGS, TABLES
 from headcount.schemas.kinds import KINDS, table_schema
 from headcount.schemas.scans.overrides import split_override
-from headcount.schemas.scans.scan import WITHOUT_IDENTITY, Scan, load_scan, parse_scan
+from headcount.schemas.scans.scan import WITHOUT_IDENTITY, Scan
+from headcount.schemas.scans.scan_file import load_scan, parse_scan
 from headcount.schemas.statistics import STATISTICS
 from tests.toys import toy_models as toy
 

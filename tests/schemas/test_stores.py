@@ -390,7 +390,6 @@ class PacedReplica(ToyReplica):
 
 @pytest.mark.long
 def test_two_drivers_of_a_run_share_its_shards(store: S3Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headcount.jobs.run.commit_log.COMMITS_PER_SEGMENT", 4)
     monkeypatch.setattr("headcount.jobs.run.shards.LOOK_SECONDS", 0.1)
     plan = small_plan("shared", sequences=30)
     store.clear()
@@ -398,7 +397,7 @@ def test_two_drivers_of_a_run_share_its_shards(store: S3Server, monkeypatch: pyt
     def drive() -> list[Commit | Failure]:
         shards = missing_shards(plan)
         outcomes: list[Commit | Failure] = []
-        with CommitLog(plan.run, print) as commit_log:
+        with CommitLog(plan.run, print, per_segment=4) as commit_log:
             for outcome in measure_in_process(plan, shards, ONE_PROCESS, PacedReplica):
                 commit_log.note(outcome)
                 outcomes.append(outcome)

@@ -30,7 +30,7 @@ from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.cleaning import clean
 from headcount.schemas.files.run_directory import RunDirectory, shard_file_name
 from headcount.schemas.places import StorePath, names
-from headcount.schemas.scans.scan import load_scan
+from headcount.schemas.scans.scan_file import load_scan
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica
 from tests import ROOT

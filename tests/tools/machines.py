@@ -20,7 +20,7 @@ from pathlib import Path
 
 from headcount.queries.ask.asking import open_runs
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.scans.scan import load_scan
+from headcount.schemas.scans.scan_file import load_scan
 from tests import ROOT
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import rows_of

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from headcount.schemas.errors import HeadcountError
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.model import Model

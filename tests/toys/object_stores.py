@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from headcount.schemas import places
+from headcount.schemas import places, reasons
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import StorePath, place, write_whole
 from tests.s3.s3_server import S3Server
@@ -21,6 +21,14 @@ def object_store(patch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         places._filesystem.cache_clear()
         yield server
     places._filesystem.cache_clear()
+
+
+def hurry(patch: pytest.MonkeyPatch, **waits: float) -> None:
+    """Let this process wait less for a store than `schemas.places` says, or repeat less."""
+    for name, value in waits.items():
+        for module in (places, reasons):
+            if hasattr(module, name):
+                patch.setattr(module, name, value)
 
 
 def copied_to_store(run: RunDirectory, out: str) -> StorePath:

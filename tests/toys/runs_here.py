@@ -4,14 +4,17 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+import headcount.workers.shard
+from headcount.jobs.plan import resolved_scan
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.run.measuring import run_to_end
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests.toys.toy_replica import ToyReplica
@@ -32,6 +35,12 @@ def run_here(
     )
     assert failures == []
     return text.getvalue().splitlines()
+
+
+def become(patch: pytest.MonkeyPatch, code: str) -> None:
+    """Let plans and commits of this process be of another code."""
+    for module in (resolved_scan, headcount.workers.shard):
+        patch.setattr(module, "code_fingerprint", lambda: code)
 
 
 def begun(fields: dict[str, Any], name: str = "toy") -> Plan:

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from headcount.schemas.profiles import PROFILES
 from headcount.schemas.scans.intervention import NONE, Intervention, parse_intervention
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
+from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.loading import load_model
 from headcount.workers.model.info.description import describe, find_model
 from headcount.workers.model.info.model_info import ModelInfo
@@ -331,6 +334,12 @@ def replica(path: Path, load: Any = load_once, **changes: Any) -> TextReplica:
 def measure(path: Path, tokens: np.ndarray, **changes: Any) -> InterventionMeasurements:
     """Measure tokens `[sequence pos]` with a model."""
     return replica(path, **changes).measure(tokens)
+
+
+def multiply_with(patch: pytest.MonkeyPatch, product: Any) -> None:
+    """Let the fused engine multiply by `product(x, weight, bias)` in linear layers."""
+    products = LinearProducts(product)
+    patch.setattr("headcount.workers.engine.fused_engine.linears_in", lambda *_: products)
 
 
 def repeating_tokens(n_ctx: int, batch: int = 1, distinct: int = 7) -> np.ndarray:

@@ -22,6 +22,7 @@ from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.manifest import LAYOUT, Manifest
 from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import RunDirectory, data_path
+from headcount.schemas.fingerprints import fingerprint
 from headcount.schemas.formulas import Formula
 from headcount.schemas.kinds import table_schema
 from headcount.schemas.places import Place, names
@@ -71,6 +72,11 @@ def one_line(kind: type[Exception], match: str | None = None) -> Iterator[None]:
 Cell = Callable[[Row], float | None]
 Entry = dict[str, Any]
 """A row of `profiles`, but for its shard, or a row of `weights`."""
+
+
+def _record(formula: Formula) -> dict[str, Any]:
+    """What the manifest says of a formula, with the fingerprint of its own code alone."""
+    return formula.record | {"fingerprint": fingerprint(*formula.code)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,20 +140,20 @@ class ToyRun:
                 None if low is None else min([low, *values]),
                 None if high is None else max([high, *values]),
             ]
-            statistics[statistic.name] = statistic.record | {"range": ends}
-        for name, fingerprint in (self.fingerprints or {}).items():
-            statistics[name]["fingerprint"] = fingerprint
+            statistics[statistic.name] = _record(statistic) | {"range": ends}
+        for name, changed in (self.fingerprints or {}).items():
+            statistics[name]["fingerprint"] = changed
         kinds = {"statistics": statistics}
         if self.losses:
-            kinds["predictions"] = {"loss": PREDICTIONS["loss"].record}
+            kinds["predictions"] = {"loss": _record(PREDICTIONS["loss"])}
         if self.profiles:
             names = {entry["profile"] for entry in self.profiles(0)}
-            kinds["profiles"] = {name: PROFILES[name].record for name in names}
+            kinds["profiles"] = {name: _record(PROFILES[name]) for name in names}
         if self.curves:
-            kinds["curves"] = {name: PROFILES[name].record for name in self.curves}
+            kinds["curves"] = {name: _record(PROFILES[name]) for name in self.curves}
         if self.weights:
             names = {entry["weight"] for entry in self.weights}
-            kinds["weight_statistics"] = {name: WEIGHT_STATISTICS[name].record for name in names}
+            kinds["weight_statistics"] = {name: _record(WEIGHT_STATISTICS[name]) for name in names}
         return kinds
 
     @property
@@ -163,7 +169,7 @@ class ToyRun:
                     "sequences_per_shard": self.per_shard,
                 },
                 "model": {"fingerprint": f"weights of {self.model}"},
-                "statistics": {each.name: each.fingerprint for each in self.statistics},
+                "statistics": {each.name: fingerprint(*each.code) for each in self.statistics},
             },
             shards=self.shards, sequences=self.sequences, kinds=self.kinds,
             model={

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import headcount
-from headcount.schemas.scans.scan import load_scan
+from headcount.schemas.scans.scan_file import load_scan
 from tests import ROOT
 from tests.toys.toy_models import D_VOCAB, family, gpt2, save_model
 

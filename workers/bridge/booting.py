@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.bridge.bridge import Bridge
 from headcount.workers.model.attention_check import difference_of_logits
 from headcount.workers.model.attention_layers import own_attention

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.bridge.booting import modules_of_bridge
 from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.info.description import LEGACY_PLAIN

@@ -157,11 +157,16 @@ class InputFamily(Entry):
         """Whether its sequences are `Labelled`."""
         return inspect.signature(self.function, eval_str=True).return_annotation is Labelled
 
+    @property
+    def code(self) -> tuple[Callable[..., Any], ...]:
+        """The functions that decide its values: its own, and its partner's."""
+        partners = [] if self.partner is None else [INPUTS[self.partner].function]
+        return (self.function, *partners)
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of its code, of its partner's and, if it reads text, of what lists files."""
-        partners = [] if self.partner is None else [INPUTS[self.partner].function]
-        code = fingerprint(self.function, *partners)
+        code = fingerprint(*self.code)
         # Another stream draws other numbers with the same code.
         return f"{code}-{self.stream}" if self.stream else code
 

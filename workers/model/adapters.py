@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.model.attention_check import difference_of_logits
 
 MERGED_MODULE = "unload_and_optionally_merge_module"

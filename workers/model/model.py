@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.model.attention_check import (
     active_stream,
     settle_attention,

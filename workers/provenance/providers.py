@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headcount.schemas.fingerprints import digest, module_code
+from headcount.schemas.fingerprints import digest, fingerprint, module_code
 from headcount.schemas.formula_kinds import GRADIENTS
 from headcount.schemas.formulas import Formula
 from headcount.schemas.packages import PACKAGE
+from headcount.schemas.registry import Entry
 
 MODEL_CODE = ("workers.model.model",)
 ENGINE_CODE = (
@@ -90,7 +91,12 @@ def column_fingerprint(formula: Formula, root: Path = PACKAGE) -> str:
     That is the formula's own code and the code of what it reads. `root` holds the latter.
     """
     codes = [_module_code(root, module) for module in provider_modules(formula)]
-    return digest([formula.fingerprint, *codes])
+    return digest([fingerprint(*formula.code), *codes])
+
+
+def entry_record(entry: Entry, code: str) -> dict[str, Any]:
+    """What a run's manifest keeps of an input or an intervention; `code` is its fingerprint."""
+    return {"meaning": entry.meaning, "fingerprint": code}
 
 
 def column_record(formula: Formula) -> dict[str, Any]:

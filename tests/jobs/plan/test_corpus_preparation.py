@@ -23,17 +23,14 @@ import ray
 from rich.console import Console
 
 from headcount.jobs import bars
-from headcount.jobs.corpus import preparation as corpus_preparation
 from headcount.jobs.corpus.preparation import CorpusWork, Preparation, corpora_of, prepare_here
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.resources import Resources
 from headcount.schemas.errors import CorpusError, HeadcountError
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store import extents
-from headcount.workers.inputs.store import preparation as store_preparation
 from headcount.workers.inputs.store.token_store import open_portion
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
@@ -41,6 +38,7 @@ from tests.tools.processes import Ended
 from tests.tools.workers import WORKER_PARENTS, joined_cluster
 from tests.toys.commands import ended
 from tests.toys.refusals import refused
+from tests.toys.small_portions import cut_portions
 from tests.toys.toy_corpora import fates_of
 
 
@@ -158,7 +156,7 @@ def test_a_tokenizer_that_was_sent_reads_special_tokens_as_text(model: Path):
 def test_a_scan_of_few_sequences_prepares_few_portions(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(store_preparation, "PORTION_LETTERS", 20_000)
+    cut_portions(monkeypatch, letters=20_000)
     write_corpus(tmp_path, 3, 1000)
     assert len(prepared(fields_of(model, tmp_path, sequences=4))) == 4
     (first_portion,) = portion_files(tmp_path)
@@ -183,9 +181,7 @@ def test_a_scan_of_few_sequences_prepares_few_portions(
 def test_tasks_prepare_portions_and_one_of_them_is_killed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(corpus_preparation, "LEAST_BYTES_ON_RAY", 0)
-    monkeypatch.setattr(extents, "PORTION_BYTES", 20_000)
-    monkeypatch.setattr(corpus_preparation, "prepare_here", None)
+    cut_portions(monkeypatch, file_bytes=20_000)
     texts = write_corpus(tmp_path, 3, 3000)
     fields = fields_of(model, tmp_path)
     killed: list[int] = []
@@ -206,7 +202,7 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
         resources = Resources(1, 1, "cpu")
         shown, text = console()
         Thread(target=kill_a_task, daemon=True).start()
-        index = prepared(fields, resources, shown)
+        index = prepared(fields, resources, shown, ray_bytes=0)
         assert killed
         assert tokens_of(index) == list("".join(texts).encode())
         last = text.getvalue().splitlines()[-1]
@@ -218,13 +214,15 @@ def test_tasks_prepare_portions_and_one_of_them_is_killed(
         other = sequences_of(fields)
         assert other.corpus is not None
         more.unlink()
-        told = refused(CorpusError, Preparation(resources).prepared, other, corpora_of(other.scan))
+        told = refused(
+            CorpusError, Preparation(resources, ray_bytes=0).prepared, other, corpora_of(other.scan)
+        )
         assert re.fullmatch(r".*03\.jsonl: .+", told)
         assert portion_files(tmp_path) == committed
 
         # For a scan in this process Ray prepares and is ended.
         fields["corpora"] = str(tmp_path / "again")
-        index = prepared(fields, replace(resources, replicas=0, ray_prepares=True))
+        index = prepared(fields, replace(resources, replicas=0, ray_prepares=True), ray_bytes=0)
         assert index.documents == len(texts)
         assert not ray.is_initialized()
 
@@ -251,8 +249,7 @@ def test_tokens_lie_beside_the_runs_or_where_the_scan_says(model: Path, tmp_path
 def test_a_preparation_says_how_far_it_is(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in (store_preparation, corpus_preparation):
-        monkeypatch.setattr(module, "PORTION_LETTERS", 500)
+    cut_portions(monkeypatch, letters=500)
     write_texts(tmp_path / "a.jsonl", *["x" * 99] * 10)
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("{\n")
@@ -276,7 +273,8 @@ def test_a_preparation_says_how_far_it_is(
     second = r"6 documents, 594 tokens, \d\d%, \d+ tokens/s, [\d.]+ s left"
     assert any(re.fullmatch(second, line) for line in lines)
     assert re.fullmatch(r"11 documents, 990 tokens, 1 bad row, 100%, .*, 0.0 s left", last)
-    monkeypatch.setattr(bars, "QUIET_SECONDS", 1000.0)
+    # It takes less time than a line is waited for by default.
+    monkeypatch.undo()
     assert plan_and_progress(fields | {"corpora": str(tmp_path / "again")})[1] == []
 
 

@@ -30,7 +30,7 @@ from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.places import write_whole
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.inputs.corpus.sequence_index import SequenceIndex
 from headcount.workers.inputs.store.token_store import forget_open_files
 from headcount.workers.shard import commit_shard, measure_shard

@@ -14,10 +14,11 @@ from headcount.jobs.plan.run_plan import prepare_run
 from headcount.queries.ask.asking import open_runs
 from headcount.schemas.errors import QueryError, RunError
 from headcount.schemas.fingerprints import fingerprint
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.inputs import INPUTS
 from headcount.workers.interventions import INTERVENTIONS
 from headcount.workers.model.info.bundled_models import BUNDLED
+from headcount.workers.provenance.providers import entry_record
 from tests.toys.runs_here import begun
 from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_runs import local
@@ -196,10 +197,14 @@ def test_a_run_knows_the_code_of_its_input_and_its_interventions(tmp_path: Path)
     manifest = planned(tmp_path, "a").run.manifest()
     assert list(manifest.inputs) == ["ngram_overlap"]
     assert list(manifest.interventions) == ["none", "zero_head", "mean_head"]
-    for registry, records in ((INPUTS, manifest.inputs), (INTERVENTIONS, manifest.interventions)):
-        assert records == {name: registry[name].record for name in records}
-        fingerprints = {registered.record["fingerprint"] for registered in registry.values()}
-        assert len(fingerprints) == len(registry)
+    code_of_input = {name: family.fingerprint for name, family in INPUTS.items()}
+    code_of_change = {name: fingerprint(*each.code) for name, each in INTERVENTIONS.items()}
+    for registry, codes, records in (
+        (INPUTS, code_of_input, manifest.inputs),
+        (INTERVENTIONS, code_of_change, manifest.interventions),
+    ):
+        assert records == {name: entry_record(registry[name], codes[name]) for name in records}
+        assert len({*codes.values()}) == len(registry)
 
 
 @pytest.mark.parametrize(

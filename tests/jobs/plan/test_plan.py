@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from headcount.jobs.corpus import preparation
 from headcount.jobs.plan.cost import Rehearsal, replicas_at_once
 from headcount.jobs.plan.plan import make_plan
 from headcount.jobs.plan.resolved_scan import resolve
 from headcount.jobs.resources import JOB_ADDRESS, Device, Resources
 from headcount.schemas.errors import ScanError
-from headcount.schemas.scans.scan import parse_scan
-from headcount.workers.inputs.store import preparation as store_preparation
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.memory import available_cores, peak_memory, total_memory
 from headcount.workers.replica import Replica
 from tests.jobs.plan.test_corpus_preparation import (
@@ -29,6 +27,7 @@ from tests.tools.processes import Ended
 from tests.toys import toy_models as toy
 from tests.toys.commands import ended
 from tests.toys.runs_here import run_here
+from tests.toys.small_portions import cut_portions
 
 
 def test_the_cost_is_that_of_the_scan(tmp_path: Path):
@@ -64,12 +63,17 @@ def plan(scan: str, *options: str) -> Ended:
     return ended("plan", scan, *options, columns=120)
 
 
+def have_gpus(patch: pytest.MonkeyPatch, gpus: int) -> None:
+    """Let this machine have so many GPUs."""
+    patch.setattr("headcount.jobs.resources.available_gpus", lambda: gpus)
+
+
 def test_the_command_says_what_will_run_and_leaves_no_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # A machine without GPUs.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("headcount.jobs.resources.available_gpus", lambda: 0)
+    have_gpus(monkeypatch, 0)
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 200, "")
     fields = fields_of(model, tmp_path, interventions=["none", "zero_query_bias"])
     scan = scan_file(tmp_path, fields)
@@ -111,8 +115,7 @@ def test_what_a_plan_measures_is_told_while_it_is_measured(tmp_path: Path):
 def test_a_large_corpus_is_estimated_by_its_first_portion(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in (store_preparation, preparation):
-        monkeypatch.setattr(module, "PORTION_LETTERS", 2200)
+    cut_portions(monkeypatch, letters=2200)
     write_texts(tmp_path / "a.jsonl", *["a text of some length "] * 1000)
     fields = fields_of(model, tmp_path, input={"files": str(tmp_path / "a.jsonl")})
     result = plan(scan_file(tmp_path, fields))
@@ -153,7 +156,7 @@ def test_replicas_that_nobody_counted_are_one_a_gpu_or_this_process(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: Device, address: str | None, replicas: int
 ):
     monkeypatch.delenv(JOB_ADDRESS, raising=False)
-    monkeypatch.setattr("headcount.jobs.resources.available_gpus", lambda: gpus)
+    have_gpus(monkeypatch, gpus)
     assert Resources.asked_for(None, 0, device, address).replicas == replicas
     assert Resources.asked_for(2, 0, device, address).replicas == 2
     # In a job, `address` is the one that Ray says.

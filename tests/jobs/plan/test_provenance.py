@@ -29,7 +29,7 @@ from headcount.schemas.formulas import Formula
 from headcount.schemas.packages import PACKAGE
 from headcount.schemas.predictions import PREDICTIONS
 from headcount.schemas.profiles import PROFILES
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
 from headcount.workers.provenance.code_fingerprint import (
@@ -42,7 +42,7 @@ from headcount.workers.provenance.providers import PROVIDERS, column_fingerprint
 from headcount.workers.replica import Replica
 from tests.toys.commands import ended, printed
 from tests.toys.refusals import refused
-from tests.toys.runs_here import run_here
+from tests.toys.runs_here import become, run_here
 from tests.toys.toy_runs import local
 
 CODE_HERE = code_fingerprint()
@@ -69,17 +69,16 @@ def plan_of(out: Path, sequences: int = 4, **changes: Any) -> Plan:
 def become_other_code(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A function that gives this process another code, in which `entropy` means something else."""
 
-    def become(code: str) -> None:
+    def become_other(code: str) -> None:
         def record(formula: Formula) -> dict[str, Any]:
             is_changed = formula.name == "entropy" and code != CODE_HERE
             own = code if is_changed else column_fingerprint(formula)
             return formula.record | {"fingerprint": own}
 
-        for module in (headcount.jobs.plan.resolved_scan, headcount.workers.shard):
-            monkeypatch.setattr(module, "code_fingerprint", lambda: code)
+        become(monkeypatch, code)
         monkeypatch.setattr(headcount.jobs.plan.resolved_scan, "column_record", record)
 
-    return become
+    return become_other
 
 
 def test_every_commit_says_how_its_shard_was_measured(tmp_path: Path):
@@ -190,8 +189,7 @@ def test_readers_refuse_to_mix_two_meanings_of_a_column(
 
 def test_other_code_of_one_meaning_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not any("begun on" in line for line in run_here(plan_of(tmp_path)))
-    for module in (headcount.jobs.plan.resolved_scan, headcount.workers.shard):
-        monkeypatch.setattr(module, "code_fingerprint", lambda: OTHER_CODE)
+    become(monkeypatch, OTHER_CODE)
     monkeypatch.setattr(headcount.workers.shard, "device_name", lambda device: "cuda NVIDIA H100")
     plan = plan_of(tmp_path, 10)
     lines = run_here(plan, allow_other_code=True)

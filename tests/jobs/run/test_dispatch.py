@@ -47,7 +47,7 @@ from headcount.jobs.run.shards import ATTEMPTS
 from headcount.jobs.upkeep.status import Status, read_status
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.values import in_toml
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.replica import Replica

@@ -23,7 +23,7 @@ from headcount.jobs.run.measuring import measure_in_process
 from headcount.jobs.run.progress import Progress
 from headcount.jobs.upkeep.status import as_lines, read_status
 from headcount.schemas.files.commit import Failure
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 
 FIELDS: dict[str, Any] = {
     "model": "bundled:attn-only-2l-mini", "n_ctx": 8, "sequences": 7, "batch_size": 2,
@@ -98,11 +98,11 @@ def test_what_a_failed_shard_has_measured_is_taken_back() -> None:
     assert told.summary() is None, "nothing is committed"
 
 
-def test_lines_keep_coming_where_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "LONGEST_SILENCE", 0.0)
+def test_lines_keep_coming_where_nothing_is_told() -> None:
     text = io.StringIO()
     console = Console(file=text, width=80)
-    with waiting(console, "planning"), bar(console, "tokens", "tokens: ") as show:
+    shown = bar(console, "tokens", "tokens: ", longest_silence=0.0)
+    with waiting(console, "planning"), shown as show:
         show("4 of 8", 0.5)
         deadline = time.monotonic() + 20
         while text.getvalue().count("\n") < 2 and time.monotonic() < deadline:

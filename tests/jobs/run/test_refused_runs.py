@@ -10,7 +10,6 @@ import pytest
 from filelock import FileLock
 from rich.console import Console
 
-import headcount.jobs.plan.resolved_scan
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.plan import Plan, make_plan, replan
 from headcount.jobs.resources import Resources
@@ -21,11 +20,11 @@ from headcount.schemas.errors import HeadcountError, ModelError, RunError
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import write_whole
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.replica import Replica
 from tests.toys.commands import error_of
-from tests.toys.runs_here import run_here
+from tests.toys.runs_here import become, run_here
 from tests.toys.toy_corpora import write_jsonl
 from tests.toys.toy_replica import ToyReplica
 from tests.toys.toy_runs import local, open_tables
@@ -51,7 +50,7 @@ def longer(run: RunDirectory) -> Plan:
 
 
 def become_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headcount.jobs.plan.resolved_scan, "code_fingerprint", lambda: "of another")
+    become(monkeypatch, "of another")
 
 
 def files_of(run: RunDirectory) -> dict[str, bytes]:

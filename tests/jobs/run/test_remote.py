@@ -33,7 +33,7 @@ from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.plan.scan_files import portable_scan
 from headcount.jobs.run.dispatch import FIRST_COMMIT
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.scans.scan import load_scan
+from headcount.schemas.scans.scan_file import load_scan
 from tests import ROOT
 from tests.plugins.files import DELIMITERS
 from tests.tools.chaos import FAULTS, halt_after_commits

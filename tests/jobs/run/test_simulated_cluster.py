@@ -4,7 +4,7 @@ from pathlib import Path
 
 from headcount.jobs.cluster.ray_cluster import PROBE_SECONDS
 from headcount.jobs.plan.plan import make_plan
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from tests.tools.simulated_cluster import AWAY_SECONDS, LOAD_SECONDS, simulate
 
 

@@ -25,7 +25,7 @@ from headcount.jobs.upkeep.compaction import compact, merge_finished
 from headcount.jobs.upkeep.merge_workers import merged_by_tasks
 from headcount.jobs.upkeep.merged_files import Group, Merged, merged_here
 from headcount.queries.ask.answers import run_query
-from headcount.queries.ask.asking import open_runs
+from headcount.queries.ask.asking import RunDatabase, open_runs
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.commits import taken_back, write_segment
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
@@ -492,15 +492,15 @@ def test_a_query_whose_files_are_merged_before_it_reads_them_has_every_row(
     before = list(run_query(database, sql).rows())
     unmerged = [run]
 
-    hold_to_commits = database.hold_to_commits
+    class Merging(RunDatabase):
+        """Runs whose files are merged after they were compared with their commits."""
 
-    def hold_and_merge(sql: str) -> None:
-        hold_to_commits(sql)
-        if unmerged:
-            compact(unmerged.pop())
+        def hold_to_commits(self, sql: str) -> None:
+            super().hold_to_commits(sql)
+            if unmerged:
+                compact(unmerged.pop())
 
-    monkeypatch.setattr(database, "hold_to_commits", hold_and_merge)
-    assert list(run_query(database, sql).rows()) == before
+    assert list(run_query(Merging.open(run.path), sql).rows()) == before
 
 
 # Runs that are complete

@@ -52,13 +52,10 @@ def heard(run: RunDirectory, words: str) -> phases.Driver:
         time.sleep(0.005)
 
 
-def test_a_driver_says_what_it_does_and_leaves_nothing_behind(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(phases, "BEAT_SECONDS", 0.01)
+def test_a_driver_says_what_it_does_and_leaves_nothing_behind(run: RunDirectory, tmp_path: Path):
     # What an earlier driver left.
     say(run, phase="failed", detail="while measuring: no memory")
-    with phases.taken():
+    with phases.taken(beat_seconds=0.01):
         # Which run it is, is known only now.
         phases.about(run)
         assert heard(run, "planning, for ").is_alive(time.time())
@@ -69,7 +66,7 @@ def test_a_driver_says_what_it_does_and_leaves_nothing_behind(
         assert heard(run, "measuring").tokens_per_second == 12.5
     # Where there was no run before, the driver is heard as soon as its own has begun.
     first = RunDirectory.of(tmp_path / "runs", "toy-1")
-    with phases.taken():
+    with phases.taken(beat_seconds=0.01):
         phases.about(first)
         (tmp_path / "runs").mkdir()
         heard(first, "planning")

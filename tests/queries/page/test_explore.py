@@ -26,7 +26,6 @@ from selenium.webdriver import ActionChains, Keys
 
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.explore import query_engine
 from headcount.queries.explore.query_engine import Engine
 from headcount.queries.explore.server import HEADERS, MOST_BYTES, Guard, make_app
 from headcount.schemas.files.run_directory import RunDirectory
@@ -475,12 +474,11 @@ def test_the_page_asked_its_host_alone_and_logged_nothing(page: Page, explorer: 
 
 @pytest.mark.long
 def test_refreshing_beside_a_running_scan_shows_more_and_never_an_error(
-    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Page, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(query_engine, "FRESH_SECONDS", 0)
     scan = write(tmp_path / "scan", "live", per_shard=5)
     run = write(tmp_path / "runs", "live", per_shard=5, commit=[0])
-    engine = Engine(str(run))
+    engine = Engine(str(run), fresh_seconds=0)
     with served(engine) as address, tab(page, address):
         assert page.text("#progress").startswith(f"5 of {SEQUENCES} sequences are in")
         for shard in range(1, SEQUENCES // 5):

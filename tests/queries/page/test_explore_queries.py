@@ -132,13 +132,13 @@ def compacted(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Opener = Callable[[Path], Asker]
+Opener = Callable[..., Asker]
 
 
 @pytest.fixture
 def open_at() -> Iterator[Opener]:
     with ExitStack() as opened:
-        yield lambda path: opened.enter_context(closing(Asker(path)))
+        yield lambda path, **options: opened.enter_context(closing(Asker(path, **options)))
 
 
 @pytest.fixture(scope="module")
@@ -502,12 +502,11 @@ RECURSIVE = "WITH RECURSIVE x(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM x) SEL
 
 @pytest.mark.parametrize("endless", [ENDLESS, pytest.param(RECURSIVE, marks=pytest.mark.long)])
 def test_an_endless_query_is_given_up_and_the_next_answered_at_once(
-    ask: Asker, monkeypatch: pytest.MonkeyPatch, endless: str
+    runs: Path, open_at: Opener, endless: str
 ) -> None:
-    monkeypatch.setattr(ask.engine, "deadline", 0.1)
-    with pytest.raises(QueryError, match=r"stopped after 0\.1 s"):
+    ask = open_at(runs, deadline=1.0)
+    with pytest.raises(QueryError, match=r"stopped after 1 s"):
         ask("sql", text=endless)
-    monkeypatch.setattr(ask.engine, "deadline", 20.0)
     assert ask("sql", text="SELECT 1 AS one")["rows"] == [[1]]
 
 
@@ -556,22 +555,16 @@ def test_a_query_nobody_waits_for_is_interrupted(
     assert ask("histograms", **query)["arrays"][0].sum() == SEQUENCES // 2 * LAYERS * HEADS
 
 
-def test_a_query_asked_twice_is_computed_once(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[object] = []
-    compute = ask.engine._compute
+def test_a_query_asked_twice_is_computed_once(ask: Asker) -> None:
+    scope = {"run_id": ask.run_id, "subset": "ArXiv", "layers": [1, 1]}
+    query = json.dumps({"kind": "heatmap", "statistic": "value_norm", "scope": scope}).encode()
 
-    async def counted(*arguments: Any) -> Any:
-        computed.append(arguments)
-        return await compute(*arguments)
+    async def ask_twice() -> list[bytes]:
+        return await asyncio.gather(*(ask.engine.ask(query) for _ in range(2)))
 
-    async def ask_twice() -> list[dict[str, Any]]:
-        query = {"statistic": "value_norm", "scope": {"subset": "ArXiv", "layers": [1, 1]}}
-        return await asyncio.gather(*(ask.ask("heatmap", **query) for _ in range(2)))
-
-    monkeypatch.setattr(ask.engine, "_compute", counted)
     first, second = asyncio.run(ask_twice())
-    assert np.array_equal(first["arrays"][5], second["arrays"][5])
-    assert len(computed) == 1
+    # Not only equal: the second waits for the answer to the first.
+    assert first is second
 
 
 # News and damage
@@ -591,18 +584,11 @@ def sink_count(asker: Asker, **fields: Any) -> int:
     return asker("heatmap", statistic="sink_mass", **fields)["arrays"][5][0, 0, 0]
 
 
-@pytest.fixture
-def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every overview look at the runs again."""
-    monkeypatch.setattr("headcount.queries.explore.query_engine.FRESH_SECONDS", 0)
-
-
-@pytest.mark.usefixtures("always_fresh")
 def test_a_page_sees_new_commits(runs: Path, tmp_path: Path, open_at: Opener) -> None:
     # A replica writes data files first and the commit last.
     for later in copy_of(runs, tmp_path).glob("*/commits/*[123].json"):
         later.unlink()
-    asker = open_at(tmp_path)
+    asker = open_at(tmp_path, fresh_seconds=0)
 
     def shown() -> tuple[bool, int, int, int]:
         """What the overview and a heatmap say, and their revision."""
@@ -654,7 +640,7 @@ is_large = pytest.fixture(let_be_large)
 @pytest.fixture
 def large_copy(compacted: Path, tmp_path: Path, open_at: Opener, is_large: None) -> Asker:
     """A large run whose files a test may change."""
-    return open_at(copy_of(compacted, tmp_path))
+    return open_at(copy_of(compacted, tmp_path), fresh_seconds=0)
 
 
 def tables_of_samples(asker: Asker) -> int:
@@ -696,7 +682,6 @@ def test_a_merged_sample_is_its_rows(
     assert large.engine.interrupted == 0
 
 
-@pytest.mark.usefixtures("always_fresh")
 def test_a_sample_is_read_again_after_damage(large_copy: Asker) -> None:
     path = Path(large_copy.engine.path)
     assert sampled(large_copy) == len(range(0, SEQUENCES, STRIDE))
@@ -712,7 +697,6 @@ def test_a_sample_is_read_again_after_damage(large_copy: Asker) -> None:
     assert large_copy("histograms", **SINK_HISTOGRAM)["arrays"][0].sum() == LEFT
 
 
-@pytest.mark.usefixtures("always_fresh")
 def test_a_sample_is_compared_with_its_commit_before_it_is_read(large_copy: Asker) -> None:
     path = Path(large_copy.engine.path)
     flip_middle_bit(next(path.glob(f"run_id=toy/{MERGED.replace('heads', 'samples')}")))

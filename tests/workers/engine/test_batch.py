@@ -3,7 +3,6 @@
 import os
 import resource
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.engine.engine import PassRequest
-from headcount.workers.engine.number_formats import LinearProducts
-from headcount.workers.measurements.batch import PendingBatch, collect, launch
+from headcount.workers.measurements.batch import PendingBatch, collect
 from headcount.workers.measurements.results import Measurements
 from headcount.workers.replica import FIRST_TOKENS, MOST_TOKENS, TRIALS, BatchSize
 from tests.tools.processes import Command
@@ -63,27 +61,27 @@ def test_a_slow_first_try_and_a_batch_that_is_not_full_do_not_decide() -> None:
     assert batch.size == 4 * first
 
 
-def memory_for(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Let an allocation fail, as on a CPU, where a pass takes more sequences than these."""
+def with_memory_for(most: int, path: Path, **fields: Any) -> toy.TextReplica:
+    """A replica in which an allocation fails, as on a CPU, where a pass takes more sequences."""
 
-    def launch_or_fail(engine: Any, requested: Any, tokens: torch.Tensor, *others: Any) -> Any:
-        if len(tokens) > most:
+    def fail_beyond(_module: object, args: tuple[torch.Tensor, ...]) -> None:
+        if len(args[0]) > most:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-        return launch(engine, requested, tokens, *others)
 
-    monkeypatch.setattr("headcount.workers.replica.launch", launch_or_fail)
+    replica = toy.replica(path, toy.load_model, **fields)
+    replica.model.blocks[0].register_forward_pre_hook(fail_beyond)
+    return replica
 
 
 @pytest.mark.parametrize(("size", "most"), [(3, 7), (7, 3), ("auto", 2)])
 def test_rows_do_not_depend_on_the_batches_or_on_where_memory_ends(
-    shelf: toy.Shelf, size: int | str, most: int, monkeypatch: pytest.MonkeyPatch
+    shelf: toy.Shelf, size: int | str, most: int
 ) -> None:
     path, tokens = shelf.path("gpt2"), toy.repeating_tokens(20, batch=7)
     in_one_batch = shelf.replica("gpt2", batch_size=7, profiles=toy.FORWARD_PROFILES).measure(
         tokens
     )
-    memory_for(monkeypatch, most)
-    replica = toy.replica(path, batch_size=size, profiles=toy.FORWARD_PROFILES)
+    replica = with_memory_for(most, path, batch_size=size, profiles=toy.FORWARD_PROFILES)
     in_batches = replica.measure(tokens)
     assert most == 7 or replica.batch.size <= most
     for name in toy.FORWARD_STATISTICS:
@@ -128,9 +126,7 @@ def test_after_the_last_attention_nothing_is_computed_that_nobody_reads(
         calls.append(1)
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(
-        "headcount.workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(counting)
-    )
+    toy.multiply_with(monkeypatch, counting)
     tokens = toy.repeating_tokens(12)
     measured = replica.measure(tokens)
     assert len(calls) == products
@@ -167,8 +163,13 @@ def test_the_batch_before_is_collected_before_fewer_sequences_are_tried(
         return collect(pending)
 
     monkeypatch.setattr("headcount.workers.replica.collect", collect_noted)
-    monkeypatch.setattr(four.batch, "halve", lambda: (events.append("halved"), halve()))
-    halve = partial(BatchSize.halve, four.batch)
+
+    class NotedSize(BatchSize):
+        def halve(self) -> None:
+            events.append("halved")
+            super().halve()
+
+    four.batch = NotedSize(4, "cpu", 20)
     measured = four.measure(tokens)
     assert sizes == [4, 4, 2, 2, 2]
     assert events == ["no memory", "collected", "halved", *["collected"] * 3]
@@ -180,12 +181,10 @@ def test_the_batch_before_is_collected_before_fewer_sequences_are_tried(
     np.testing.assert_array_equal(measured.tables["profiles"]["value_norm_by_key"][0], 10)
 
 
-def test_one_sequence_that_is_too_large_is_one_line(
-    shelf: toy.Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory_for(monkeypatch, 0)
+def test_one_sequence_that_is_too_large_is_one_line(shelf: toy.Shelf) -> None:
+    replica = with_memory_for(0, shelf.path("gpt2"))
     with pytest.raises(ModelError, match=r"^one sequence of 8 tokens does not fit the memory; low"):
-        toy.replica(shelf.path("gpt2")).measure(toy.repeating_tokens(8, batch=5))
+        replica.measure(toy.repeating_tokens(8, batch=5))
 
 
 def measure_in_little_memory() -> None:

@@ -142,6 +142,12 @@ def test_a_kernel_that_is_wrong_fails_or_leaves_answers_out_is_seen() -> None:
     assert missing.error.startswith("ValueError: zip()")
 
 
+def have_kernel(patch: pytest.MonkeyPatch, sweep: Sweep) -> None:
+    """Let this machine take itself for one with a GPU whose kernel is `sweep`."""
+    patch.setattr(sweep_kernel, "available", lambda _: True)
+    patch.setattr(sweep_kernel, "sweep", sweep)
+
+
 @pytest.mark.parametrize(("name", "heads", "facts"), [
     ("gpt2", "4", [""]),
     # A window that no query of this length reaches hides nothing.
@@ -161,8 +167,7 @@ def test_the_kernel_is_tried_with_the_layers_that_a_model_has(
         launches.append(1)
         return by_definition(*arguments, **options)
 
-    monkeypatch.setattr(sweep_kernel, "available", lambda _: True)
-    monkeypatch.setattr(sweep_kernel, "sweep", counting)
+    have_kernel(monkeypatch, counting)
     assert proven_sweep(model, 20, "float32", "cpu") is counting
     # Without facts it is asked every question and none.
     assert len(launches) == 1 + len(layers)
@@ -176,8 +181,7 @@ def measured_with(
 ) -> tuple[str, dict[str, np.ndarray]]:
     """What a replica on a CPU measures that takes itself for a GPU with a kernel."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sweep_kernel, "available", lambda _: True)
-        monkeypatch.setattr(sweep_kernel, "sweep", sweep)
+        have_kernel(monkeypatch, sweep)
         measured = toy.replica(shelf.path("llama-gqa"), **changes).measure(TOKENS)
     return measured.method.attention, measured.heads
 

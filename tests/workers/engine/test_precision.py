@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from headcount.schemas.scans.precision import PRECISIONS
 from headcount.workers.engine import number_formats
-from headcount.workers.engine.number_formats import LinearProducts, rounded
+from headcount.workers.engine.number_formats import rounded
 from headcount.workers.replica import InterventionMeasurements
 from tests.toys import toy_models as toy
 
@@ -81,9 +81,7 @@ def test_every_linear_layer_of_every_block_is_multiplied_in_the_precision(
         weight_shapes.append(tuple(weight.shape))
         return F.linear(x, weight, bias)
 
-    monkeypatch.setattr(
-        "headcount.workers.engine.fused_engine.linears_in", lambda *_: LinearProducts(record_weight)
-    )
+    toy.multiply_with(monkeypatch, record_weight)
     replica.measure(toy.repeating_tokens(8))
     kinds = {"Linear", "Conv1D"}
     layers = [

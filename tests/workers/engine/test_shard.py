@@ -17,7 +17,7 @@ from headcount.jobs.plan.run_plan import prepare_run
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.measuring import measure_in_process
 from headcount.schemas.errors import RunError, ScanError
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.replica import Replica
 from headcount.workers.shard import run_shard
 from tests.toys.toy_runs import data_file, local

@@ -19,9 +19,9 @@ import zstandard
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.inputs.store import extents, preparation
 from headcount.workers.inputs.store.token_store import PortionFile
 from tests.toys.refusals import refused
+from tests.toys.small_portions import cut_portions
 from tests.toys.toy_corpora import (
     LENGTH,
     Row,
@@ -289,7 +289,7 @@ def test_a_corpus_with_too_large_a_share_of_bad_rows_is_refused(
 
 
 def test_too_many_bad_rows_in_a_row_end_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preparation, "PORTION_DOCUMENTS", 40)
+    cut_portions(monkeypatch, documents=40)
     good = plain_bytes(documents(*[8] * 200)).splitlines()
     path = write_lines(tmp_path / "a.jsonl", [*good[:10], *[b"{"] * 6, *good[10:]])
     options: dict[str, Any] = {"family": "pile", "files": str(path)}
@@ -461,11 +461,6 @@ SMALL = (100, 30)
 """Bytes that a range of a file covers, letters of a portion."""
 
 
-def cut_all(patch: pytest.MonkeyPatch, range_bytes: int, letters: int) -> None:
-    patch.setattr(extents, "PORTION_BYTES", range_bytes)
-    patch.setattr(preparation, "PORTION_LETTERS", letters)
-
-
 GOLDEN_FILES: dict[str, list[Row]] = {
     "0.jsonl": [("abc", None), ("", "A"), ("defghij", "B"), ("k", None), ("lmnopqrs", "A")],
     "1.jsonl.gz": [("The_quick_brown_fox", "B")],
@@ -509,7 +504,7 @@ def test_tokens_and_origins_are_those_written_here_in_shards_of_any_size_and_ord
 ):
     if options["packing"] == "concat" and "shuffle" not in options and cuts != WHOLE:
         pytest.skip("joined documents are cut anew in each portion")
-    cut_all(monkeypatch, *cuts)
+    cut_portions(monkeypatch, file_bytes=cuts[0], letters=cuts[1])
     paths = [tmp_path / name for name in GOLDEN_FILES]
     for path, rows in zip(paths, GOLDEN_FILES.values(), strict=True):
         if path.suffix == ".parquet":
@@ -543,7 +538,7 @@ def test_tokens_and_origins_are_those_written_here_in_shards_of_any_size_and_ord
 def test_every_token_of_a_portion_but_those_at_its_end_is_in_one_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    cut_all(monkeypatch, 300, 60)
+    cut_portions(monkeypatch, file_bytes=300, letters=60)
     files = [[document(40 * i + j, 5 + (i + j) % 13) for j in range(40)] for i in range(3)]
     for i, rows in enumerate(files):
         path = tmp_path / f"{i}.jsonl{'.zst' * (i == 1)}"
@@ -592,7 +587,7 @@ def test_a_run_tells_of_its_corpus_up_to_its_last_sequence(tmp_path: Path, packi
 def test_a_corpus_is_indexed_as_far_as_needed_with_a_few_numbers_a_portion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(preparation, "PORTION_DOCUMENTS", 100)
+    cut_portions(monkeypatch, documents=100)
     rows = [document(i, 9) for i in range(800)]
     path = write_jsonl(tmp_path / "0.jsonl", rows)
     sequences = open_corpus(path, sequences=550)

@@ -221,11 +221,15 @@ def test_a_record_that_is_too_large_is_a_bad_row(tmp_path: Path, ending: str):
     assert {document.problem for document in found} == {None, documents.TOO_LARGE}
 
 
-def test_an_array_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("bytes_beyond", [0, 1])
+def test_an_array_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_beyond: int
+):
     source = texts_in(tmp_path / "a.json")
-    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes)
-    assert len(read(source)) == len(TEXTS)
-    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes - 1)
+    monkeypatch.setattr(documents, "LARGEST_ARRAY", source.bytes - bytes_beyond)
+    if not bytes_beyond:
+        assert len(read(source)) == len(TEXTS)
+        return
     told = problem(read, source)
     assert told.startswith(f"{source.path}: an array of more than ")
     assert told.endswith("; write an object in each line (.jsonl)")

@@ -21,7 +21,6 @@ import pytest
 from headcount.schemas.errors import CorpusError, RunError
 from headcount.schemas.places import place
 from headcount.workers.inputs.corpus.documents import Reading, Source
-from headcount.workers.inputs.store import extents, preparation, token_store
 from headcount.workers.inputs.store.extents import Extent, extents_of, sources_now
 from headcount.workers.inputs.store.preparation import damaged_portions, is_whole, prepare_extent
 from headcount.workers.inputs.store.stored_corpora import (
@@ -40,6 +39,7 @@ from headcount.workers.inputs.store.token_store import (
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from tests.toys.object_stores import object_store
 from tests.toys.refusals import refused
+from tests.toys.small_portions import cut_portions
 from tests.toys.toy_corpora import packed, write_parquet
 from tests.toys.toy_models import byte_tokenizer
 
@@ -145,9 +145,7 @@ def corpus(tmp_path: Path) -> Corpus:
 @pytest.fixture(autouse=True)
 def _small_portions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Portions, row groups and batches of little; nothing stays open between tests."""
-    monkeypatch.setattr(token_store, "TOKENS_PER_GROUP", 64)
-    monkeypatch.setattr(preparation, "PORTION_LETTERS", LETTERS)
-    monkeypatch.setattr(preparation, "BATCH_LETTERS", 100)
+    cut_portions(monkeypatch, letters=LETTERS, letters_at_once=100, group_tokens=64)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     yield
     forget_open_files()
@@ -171,8 +169,7 @@ def test_a_file_becomes_portions_that_hold_all_documents(
         texts[7:7], rows = [None, None], [*range(8), 9, *range(11, 104)]
     source = source_of(tmp_path / name, name.split(".")[1])
     for letters, size in ((LETTERS, 500), (1 << 20, 1 << 20)):
-        monkeypatch.setattr(preparation, "PORTION_LETTERS", letters)
-        monkeypatch.setattr(extents, "PORTION_BYTES", size)
+        cut_portions(monkeypatch, letters=letters, file_bytes=size)
         corpus = corpus_of(tmp_path / str(letters), source)
         # A packed file is read by one worker, from its beginning.
         is_cut = letters == LETTERS
@@ -190,8 +187,7 @@ def test_a_file_becomes_portions_that_hold_all_documents(
 
 
 def test_small_files_are_read_together_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(extents, "PORTION_BYTES", 100)
-    monkeypatch.setattr(extents, "FILES_IN_EXTENT", 5)
+    cut_portions(monkeypatch, file_bytes=100, files=5)
     lengths = [30, 30, 0, 30, 200, 10, 10, 10, 10, 10, 10, 0, 90, 15]
     sources: list[Source] = []
     for number, length in enumerate(lengths):
@@ -209,7 +205,7 @@ def test_small_files_are_read_together_in_order(tmp_path: Path, monkeypatch: pyt
 def test_the_key_of_an_extent_says_what_is_in_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(extents, "PORTION_BYTES", 4000)
+    cut_portions(monkeypatch, file_bytes=4000)
     monkeypatch.chdir(tmp_path)
 
     def keys(name: str, content: bytes, changed: int = 7) -> list[str]:
@@ -462,7 +458,7 @@ def test_lists_what_is_stored_and_what_was_left_out_of_each_file(
     bad.write_bytes(b'{"text": "abc"}\n\n{"text": 5}\n{"text": ""}\n')
     large = tmp_path / "large.jsonl"
     large.write_bytes(lines_of(TEXTS) + b"{\n")
-    monkeypatch.setattr(extents, "PORTION_BYTES", 4000)
+    cut_portions(monkeypatch, file_bytes=4000)
     of_texts = corpus.extents
     corpus.extents = of_texts + extents_of([source_of(bad), source_of(large)])
     portions = corpus.prepare()
@@ -523,7 +519,7 @@ def test_a_store_of_objects_holds_the_same_and_is_asked_little(
         ]
         assert [state.bytes for state in sources_now(sources)] == [16 * i for i in range(20)]
         assert len([request for request in server.requests() if "list-type" in str(request)]) == 1
-        monkeypatch.setattr(extents, "PORTION_BYTES", 100)
+        cut_portions(monkeypatch, file_bytes=100)
         corpus.extents = extents_of(sources[-2:])
         assert len(corpus.extents) == 3 + 4
         corpus.prepare()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,9 @@ def test_a_directory_of_files_asks_for_the_name_of_one(gguf: Path, tmp_path: Pat
 def test_without_the_library_a_line_says_what_to_install(
     gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headcount.workers.model.info.gguf_file.LIBRARY", "a_library_of_nobody")
+    # As where there is no such package.
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
     assert refused(ModelError, read_gguf, gguf) == (
         f"{gguf}: the library that reads GGUF is not installed: pip install 'headcount[gguf]'"
     )

@@ -23,9 +23,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from headcount.schemas.errors import MeasureError, ModelError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.loading import load_model
-from headcount.workers.model import bare_modules
 from headcount.workers.model.attention_facts import AttentionFacts
-from headcount.workers.model.bare_modules import mlps_in_pieces
+from headcount.workers.model.bare_modules import ROWS_OF_PIECE, mlps_in_pieces
 from headcount.workers.model.info.description import describe, find_model
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
 from headcount.workers.replica import InterventionMeasurements
@@ -391,11 +390,8 @@ GPT2 = GPT2MLP(40, GPT2Config(n_embd=16))
 @pytest.mark.parametrize("mlp", [LLAMA, GPT2.eval()], ids=lambda mlp: type(mlp).__name__)
 @pytest.mark.parametrize("strided", [False, True])
 @torch.inference_mode()
-def test_pieces_are_small_and_make_the_same_numbers(
-    mlp: nn.Module, strided: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bare_modules, "ROWS_OF_PIECE", 10)
-    stream = torch.randn(3, 9, 16)
+def test_pieces_are_small_and_make_the_same_numbers(mlp: nn.Module, strided: bool) -> None:
+    stream = torch.randn(3, 900, 16)
     if strided:
         stream = stream.transpose(0, 1).contiguous().transpose(0, 1)
     whole = mlp(stream.contiguous())
@@ -412,7 +408,7 @@ def test_pieces_are_small_and_make_the_same_numbers(
     assert "forward" not in vars(mlp)
     for hook in hooks:
         hook.remove()
-    assert calls == [10, 10, 7]
+    assert calls == [ROWS_OF_PIECE, ROWS_OF_PIECE, 2700 - 2 * ROWS_OF_PIECE]
     # A hook of the module sees the whole output, as without pieces.
     assert len(shown) == 1
     assert shown[0] is output

@@ -9,7 +9,8 @@ import pytest
 from headcount.jobs.plan.plan import Plan, make_plan
 from headcount.queries.answers.page_runs import _input_words
 from headcount.schemas.files.manifest import Manifest
-from headcount.schemas.scans.scan import Scan, parse_scan
+from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.info.trained_bos import PREPENDS_NONE
 from tests.toys import toy_models as toy

@@ -34,7 +34,8 @@ from headcount.schemas.files import beginnings
 from headcount.schemas.files.arrow_values import values_of
 from headcount.schemas.files.beginnings import form_of, wide_encoding_of
 from headcount.schemas.files.input_files import check_real_path, open_input
-from headcount.schemas.places import place, reason
+from headcount.schemas.places import place
+from headcount.schemas.reasons import reason
 
 COMPRESSED = {".zst": "zstd", ".gz": "gzip", ".bz2": "bzip2", ".xz": "xz"}
 """How a file is compressed, by its last ending; the one before says what the file contains."""

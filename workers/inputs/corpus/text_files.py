@@ -10,7 +10,8 @@ from pathlib import Path
 from headcount.schemas.errors import ScanError
 from headcount.schemas.files.input_files import read_input
 from headcount.schemas.packages import PACKAGE
-from headcount.schemas.places import place, reason
+from headcount.schemas.places import place
+from headcount.schemas.reasons import reason
 from headcount.workers.inputs.corpus.documents import Source, compression_of, flowing
 
 BUNDLED_PREFIX = "bundled:"

@@ -36,10 +36,10 @@ from headcount.schemas.places import (
     names,
     open_whole,
     read_as,
-    reason,
     unread,
     write_whole,
 )
+from headcount.schemas.reasons import reason
 from headcount.workers.inputs.corpus.documents import Document, Reading
 from headcount.workers.inputs.store.extents import Extent
 from headcount.workers.model.info.text_tokenizer import TextTokenizer

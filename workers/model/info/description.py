@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headcount.schemas.errors import ModelError, unknown
 from headcount.schemas.files.input_files import check_input_directory, check_real_path
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.model.info.bundled_models import BUNDLED, BUNDLED_MODELS
 from headcount.workers.model.info.gguf_file import SUFFIX, gguf_config, read_gguf
 from headcount.workers.model.info.model_files import (

@@ -24,7 +24,7 @@ from unittest import mock
 
 from headcount.schemas.errors import ModelError
 from headcount.schemas.files.input_files import open_regular
-from headcount.schemas.places import reason
+from headcount.schemas.reasons import reason
 from headcount.workers.model.info.model_files import check_no_pointer
 
 if TYPE_CHECKING:

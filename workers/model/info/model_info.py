@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from headcount.workers.model.info.trained_bos import UNKNOWN_BOS, TrainedBos
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -17,6 +15,19 @@ SHAPE = ("n_layers", "n_heads", "d_model", "d_head", "n_ctx", "d_vocab")
 
 NO_IDENTITY = ("files", "bos", "quantisation")
 """Fields of its record that only explain others."""
+
+
+@dataclass(frozen=True)
+class TrainedBos:
+    """Whether sequences begin with the token, and why."""
+
+    is_first: bool
+    evidence: str  # a clause
+    is_strong: bool = True  # whether sequences of the other kind are unlike any of the training
+
+
+UNKNOWN_BOS = TrainedBos(True, "", is_strong=False)
+"""Of a model that nothing is known of: with the token, if it has one."""
 
 
 @dataclass(frozen=True)

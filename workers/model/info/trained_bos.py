@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headcount.workers.model.info.model_info import TrainedBos
+
 PREPENDS_NONE = frozenset({
     "bloom", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
     "glm_moe_dsa", "gpt_neox", "granite", "granitemoe", "granitemoehybrid", "minimax_m2", "mpt",
@@ -27,19 +29,6 @@ class OwnBos:
 
     is_put_first: bool = False  # whether the tokenizer puts it before every text
     is_denied: bool = False  # whether its files say that there is none
-
-
-@dataclass(frozen=True)
-class TrainedBos:
-    """Whether sequences begin with the token, and why."""
-
-    is_first: bool
-    evidence: str  # a clause
-    is_strong: bool = True  # whether sequences of the other kind are unlike any of the training
-
-
-UNKNOWN_BOS = TrainedBos(True, "", is_strong=False)
-"""Of a model that nothing is known of: with the token, if it has one."""
 
 
 def trained_bos(
