@@ -62,10 +62,13 @@ class Difference:
 
     def __init__(self, a: str, b: str, base: str | None, console: Console) -> None:
         self.names = a, b
+        self.sides = _run_at(a), _run_at(b)
+        self.runs = self.sides  # in which both are measured; None where it is not
         models = KnownModels()
         with bar(console, "") as show:
             show("reading the models", None)
             infos = [_described(models, name) for name in (a, b, *filter(None, [base]))]
+            self.infos = infos
             for info in infos[1:]:
                 check_sizes(infos[0], info)
             loaded: list[Model] = []
@@ -75,13 +78,17 @@ class Difference:
             comparer = Comparer(loaded[0], loaded[1], show, *loaded[2:])
             n_ctx = sequence_length(loaded[0], loaded[1])
             # A run has its input; of two runs, it is the first one's.
-            if runs := [run for run in map(_run_at, self.names) if run is not None]:
-                tokens = stored_tokens(runs[0])
+            self.source, self.reader = next(
+                ((run, info) for run, info in zip(self.sides, infos, strict=False) if run),
+                (None, infos[0]),
+            )
+            if self.source is not None:
+                tokens = stored_tokens(self.source)
                 n_ctx = min(tokens.shape[1], loaded[0].info.n_ctx, loaded[1].info.n_ctx)
-                inputs = {f"sequences of {runs[0].run_id}": tokens[:, :n_ctx]}
+                inputs = {f"sequences of {self.source.run_id}": tokens[:, :n_ctx]}
             else:
-                inputs = inputs_of(infos[0], n_ctx)
-            self.n_ctx, self.counts = n_ctx, {name: len(rows) for name, rows in inputs.items()}
+                inputs = inputs_of(self.reader, n_ctx)
+            self.n_ctx, self.inputs = n_ctx, inputs
             self.windows = [
                 facts.window
                 for model in loaded[:2]
@@ -132,10 +139,15 @@ class Difference:
                 for (layer, head), mean, error, q in self._heads()
             ],
             "n_ctx": self.n_ctx,
-            "sequences": self.counts,
+            "sequences": {name: len(tokens) for name, tokens in self.inputs.items()},
             "noise": comparison.noise.middle,
             "comparisons": comparison.noise.comparisons,
         }
+
+    def json(self) -> str:
+        """The record as JSON, in which undefined numbers are null."""
+        text = json.dumps(self.record(), default=str)
+        return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """A word and its text, at most twenty."""
@@ -160,7 +172,7 @@ class Difference:
 
     def _further(self) -> str:
         """How rows of both sides are compared: of two runs those that are there."""
-        a, b = map(_run_at, self.names)
+        a, b = self.runs
         if a is None or b is None:
             names = " and ".join(f"--set model={shlex.quote(name)}" for name in self.names)
             return f"headcount scan FILE {names}, then headcount query runs run_changes"
@@ -168,7 +180,7 @@ class Difference:
             return "headcount query DIRECTORY run_changes, once both runs lie in one directory"
         pair = f"run_id = '{b.run_id}' AND other_run = '{a.run_id}'"
         sql = f"FROM run_changes WHERE {pair} ORDER BY q"
-        return f"headcount query {shlex.quote(str(a.path.parent))} {shlex.quote(sql)}"
+        return f'headcount query {shlex.quote(str(a.path.parent))} "{sql}"'
 
     def _sentence(self) -> str:
         if self.comparison.faults:
@@ -196,7 +208,7 @@ class Difference:
 
     def _lines_on_input(self) -> Iterator[tuple[str, str]]:
         yield "tokenizers", self.tokenizers
-        kinds = " and ".join(f"{count} {name}" for name, count in self.counts.items())
+        kinds = " and ".join(f"{len(tokens)} {name}" for name, tokens in self.inputs.items())
         yield "input", f"{kinds} of {self.n_ctx} of A's tokens; layers on {LAYER_SEQUENCES} of each"
         if self.windows:
             longest = f"a window of {max(self.windows):,} tokens"
@@ -217,7 +229,8 @@ class Difference:
         noise = self.comparison.noise.limit(Z_KEY)
         q = q_of(p_above(means, errors, sequences - 1, noise))
         numbers = zip(changes, means.tolist(), errors.tolist(), q.tolist(), strict=True)
-        return sorted(numbers, key=lambda head: -head[1])[:MOST_HEADS]
+        changed = [head for head in numbers if head[1] > noise]
+        return sorted(changed, key=lambda head: -head[1])[:MOST_HEADS]
 
 
 def _run_at(name: str) -> RunDirectory | None:
@@ -272,9 +285,3 @@ def _change(losses: Tensor) -> tuple[float, float, float, float]:
     ours, theirs = losses
     change = theirs - ours
     return float(ours.mean()), float(theirs.mean()), float(change.mean()), _error(change)
-
-
-def as_json(difference: Difference) -> str:
-    """The record as JSON, in which undefined numbers are null."""
-    text = json.dumps(difference.record(), default=str)
-    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
