@@ -61,7 +61,7 @@ def write_difference(difference: Difference, output: Path, console: Console) -> 
     with tempfile.TemporaryDirectory() as shown, waiting(console, "writing the report"):
         # Links, because the folders of runs may hold others.
         for run in {run.run_id: run for pair in pairs for run in pair}.values():
-            os.symlink(run.path, Path(shown) / run.path.name, target_is_directory=True)
+            os.symlink(str(run.path), Path(shown) / run.path.name, target_is_directory=True)
         database = open_runs(shown, tell=tell_user)
         heading = {"lines": [*difference.lines()], "changes": _changes(database, pairs)}
         write_report(database, output, RunModels(shown), heading)
@@ -78,11 +78,12 @@ def _run_of(difference: Difference, side: int, name: str, folder: Path) -> RunDi
     if own is not None and stored_tokens(own)[:, : tokens.shape[1]].equal(tokens):
         return own
     source = difference.source
+    fields = _default_scan(difference, name, folder) if source is None else _scan_of(source)
+    fields = {key: value for key, value in fields.items() if key not in OF_A_MODEL}
+    fields |= _model_fields(difference, side)
+    fields |= {"out": str(folder), "sequences": len(tokens)}
+    # The files of a run's corpus are named from where it was begun.
     with nullcontext() if source is None else where_begun(source, []):
-        fields = _default_scan(difference, name, folder) if source is None else _scan_of(source)
-        fields = {key: value for key, value in fields.items() if key not in OF_A_MODEL}
-        fields |= _model_fields(difference, side)
-        fields |= {"out": str(folder), "sequences": len(tokens)}
         place = run_scan(
             fields, {}, name=f"{'ab'[side]}-{name.partition(' ')[0]}", replicas=0, cores=0,
             device="auto", address=None, new=False, quiet=False,
@@ -91,7 +92,14 @@ def _run_of(difference: Difference, side: int, name: str, folder: Path) -> RunDi
 
 
 def _scan_of(run: RunDirectory) -> dict[str, Any]:
-    return run.manifest().identity["scan"]
+    """The fields of a run's scan that have a value."""
+    scan = run.manifest().identity["scan"]
+    fields = scan | {"input": _with_values(scan["input"])}
+    return _with_values(fields)
+
+
+def _with_values(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _model_fields(difference: Difference, side: int) -> dict[str, Any]:

@@ -297,7 +297,7 @@ KNOWN = (
     RealFault("no digits step", SMOLLM2, None, "", "tokenizer",
               of_files=change_tokenizer(without_digits)),
     RealFault("a key less", GEMMA, 0, "pattern", "window", of_files=config(sliding_window=511)),
-    RealFault("windows inverted", GEMMA, 0, "pattern", "layer types", of_files=windows_inverted),
+    RealFault("windows inverted", GEMMA, 0, "rotation", "layer types", of_files=windows_inverted),
     RealFault("local rotary base", GEMMA, 0, "rotation", "rotation",
               of_files=rotary_base(1e6, SLIDING)),
     RealFault("no QK norm", GEMMA, 0, "q", "QK norm", no_qk_norms),

@@ -150,7 +150,8 @@ ONLY_IN = {
     ),
     "triton": ("workers/kernel/sweep_kernel.py",),
     "typer": (
-        "headcount/", "exports/commands.py", "exports/diff/commands.py", "reproduce/reproduce_commands.py",
+        "headcount/", "exports/commands.py", "exports/diff/commands.py",
+        "reproduce/reproduce_commands.py",
         "jobs/commands/cluster.py", "jobs/commands/corpus.py", "jobs/commands/runs.py",
         "jobs/commands/options.py", "jobs/commands/scan.py", "jobs/commands/upkeep.py",
         "queries/commands/explore.py", "queries/commands/query.py",
