@@ -20,7 +20,7 @@ from headcount.schemas.errors import ModelError, counted, unknown
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import absolute
 from headcount.schemas.significance import p_above, q_of
-from headcount.workers.diff.causes import CAUSES, Cause
+from headcount.workers.diff.causes import CAUSES, OF_LAYERS, OF_TEXTS, UNKNOWN, Cause
 from headcount.workers.diff.comparison import (
     LAYER_SEQUENCES,
     Comparer,
@@ -41,11 +41,8 @@ from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
 from headcount.workers.run_model import RunModel
 
-OTHER_KINDS = ("tied", "layer order", "layer types", "tokenizer", "bos", "unlike anything known")
-"""Kinds of difference that have no signature of one step."""
-
 ROUNDING = "rounding"
-KINDS = ("same", ROUNDING, *FORMATS, *CAUSES, *OTHER_KINDS)
+KINDS = ("same", ROUNDING, *FORMATS, *CAUSES, *OF_LAYERS, *OF_TEXTS, UNKNOWN)
 
 MOST_CAUSES, MOST_HEADS = 5, 5  # that are said
 
@@ -110,7 +107,7 @@ class Difference:
         unnamed = [one for one in self.comparison.faults if one.cause is None]
         layers = sorted({one.layer for one in unnamed if one.layer is not None})
         if unnamed and not any(set(layers) <= {*of} for of in causes.values() if of):
-            causes[Cause("unlike anything known", "no known cause leaves this")] = layers
+            causes[Cause(UNKNOWN, "no known cause leaves this")] = layers
         return causes
 
     def exit_code(self, allowed: Collection[str]) -> int:

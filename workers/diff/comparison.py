@@ -318,29 +318,23 @@ class Comparer:
     ) -> None:
         limit = self.found.noise.limit(step.key)
         sizes = step.sizes()  # [batch pos head]
-        n_heads = sizes.shape[2]
-        is_head = sizes.flatten(0, 1).max(0).values > limit
-        heads = tuple(is_head.nonzero().flatten().tolist()) if n_heads > 1 else ()
-        is_position = (sizes > limit).any(2).any(0)
-        places = is_position.nonzero().flatten()
+        is_other = sizes > limit
+        heads = tuple(is_other.any(0).any(0).nonzero().flatten().tolist() * (sizes.shape[2] > 1))
+        is_position = is_other.any(2).any(0)
         rounding = "" if step.is_input and step.module else self._rounding(layer, step, trace)
-        cause = None
+        ours, theirs = (module_of(side.model, layer, step) for side in (self.a, self.b))
+        base = self.base and module_of(self.base, layer, step)
+        evidence = Evidence(step, heads, (ours, theirs), base, trace, rotations=rotations)
+        if layer is not None:
+            blocks = tuple(side.model.blocks[layer] for side in (self.a, self.b))
+            evidence = replace(evidence, blocks=blocks, facts=self._facts(layer))
         if not rounding:
-            ours, theirs = (module_of(side.model, layer, step) for side in (self.a, self.b))
-            evidence = Evidence(step, heads, (ours, theirs), trace=trace, rotations=rotations)
-            if self.base is not None:
-                evidence = replace(evidence, base=module_of(self.base, layer, step))
-            if layer is not None:
-                parts = [named_parts(side.model.blocks[layer]) for side in (self.a, self.b)]
-                of_layer = {"parts": parts[0], "their_parts": parts[1]}
-                evidence = replace(evidence, facts=self._facts(layer), **of_layer)
             evidence = by_contributions(evidence)
-            heads, n_heads = evidence.heads, evidence.ours.shape[2]
-            cause = cause_of(evidence)
         departure = Departure(
-            layer, step.quantity, step.module, step.is_input, heads, n_heads,
-            int(places[0]) if len(places) else 0, float(is_position.float().mean()),
-            float(sizes.max()), limit, rounding or "", cause,
+            layer, step.quantity, step.module, step.is_input, evidence.heads,
+            evidence.ours.shape[2], int(is_position.int().argmax()),
+            float(is_position.float().mean()), float(sizes.max()), limit, rounding,
+            None if rounding else cause_of(evidence),
         )  # fmt: skip
         self.found.departures.append(departure)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import headcount
 from headcount.queries.report.html_page import unpacked
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
-from headcount.workers.diff.causes import CAUSES
+from headcount.workers.diff.causes import CAUSES, OF_LAYERS
 from headcount.workers.diff.number_grids import rounding_between
 from headcount.workers.diff.texts import inputs_of, stored_tokens, tokenizer_causes
 from headcount.workers.model.info.description import describe, find_model
@@ -391,8 +391,7 @@ def test_planted_faults_are_found_and_named(tmp_path: Path) -> None:
     misnamed = [fault.name for fault, found in rows if not planted.is_named(fault, found)]
     assert (missed, misplaced, misnamed) == ([], [], [])
     kinds = {fault.cause for fault, _ in rows} - {""}
-    of_layers = ("layer order", "layer types", "tied")
-    assert kinds == {*CAUSES, *of_layers} - {"sink or slopes", "merged"}
+    assert kinds == {*CAUSES, *OF_LAYERS} - {"merged"}
 
 
 @pytest.mark.long
