@@ -103,12 +103,7 @@ class Difference:
     @property
     def causes(self) -> dict[Cause, list[int]]:
         """What the difference looks like, and in which layers."""
-        causes = dict(self.comparison.causes) | {cause: [] for cause in self.of_texts}
-        unnamed = [one for one in self.comparison.faults if one.cause is None]
-        layers = sorted({one.layer for one in unnamed if one.layer is not None})
-        if unnamed and not any(set(layers) <= {*of} for of in causes.values() if of):
-            causes[Cause(UNKNOWN, "no known cause leaves this")] = layers
-        return causes
+        return self.comparison.causes | {cause: [] for cause in self.of_texts}
 
     def exit_code(self, allowed: Collection[str]) -> int:
         """0 if everything that was found is allowed, else 1."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headcount.workers.diff.causes import UNKNOWN
 from headcount.workers.diff.comparison import Comparer, Comparison
 from headcount.workers.diff.texts import inputs_of, sequence_length
 from headcount.workers.loading import load_model
@@ -220,7 +221,7 @@ FAULTS = tuple(
         ("vocabulary shifted", "llama", put(
             "model.embed_tokens.weight", lambda t: t["model.embed_tokens.weight"].roll(1, 0)
         ), None, "embedding", "vocabulary order"),
-        ("noise of 1 %", "llama", noisy(of(2, "o"), 0.01), 2, "attention output", ""),
+        ("noise of 1 %", "llama", noisy(of(2, "o"), 0.01), 2, "attention output", UNKNOWN),
         ("a head twice", "llama", ordered(1, "q", [0, 1, 1, 3]), 1, "q", "heads"),
         ("heads permuted", "qwen3", ordered(0, "q", [2, 0, 3, 1]), 0, "q", "heads"),
         ("groups exchanged", "llama", GROUPS, 2, "k", "heads"),
@@ -235,7 +236,7 @@ FAULTS = tuple(
         ("transposed", "gpt2", TRANSPOSED, 2, "attention output", "transposed"),
         ("v of a head is 0", "gpt2", weights(no_value_in_head_0), 3, "v", "scale"),
         ("residuals in series", "neox", config(use_parallel_residual=False), 0,
-         "residual stream", ""),
+         "residual stream", UNKNOWN),
         ("embeddings not scaled", "gemma3", NO_SCALE, None, "embedding", "scale"),
     )
 )  # fmt: skip
@@ -392,7 +393,7 @@ def is_placed(fault: Fault, comparison: Comparison) -> bool:
 
 
 def is_named(fault: Fault, comparison: Comparison) -> bool:
-    return {cause.kind for cause in comparison.causes} == ({fault.cause} - {""})
+    return {cause.kind for cause in comparison.causes} == {fault.cause}
 
 
 def main(only_harmless: bool = False) -> None:

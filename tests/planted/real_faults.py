@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headcount.workers.diff.causes import UNKNOWN
 from headcount.workers.diff.comparison import Comparison
 from headcount.workers.diff.texts import tokenizer_causes
 from headcount.workers.loading import bridgeable, model_of
@@ -31,7 +32,6 @@ from tests.toys import toy_models as toy
 from tests.toys.model_families import prepare_libraries
 
 SMOLLM2, GEMMA = "SmolLM2", "Gemma"
-LIKE_NOTHING_KNOWN = ""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ PERMUTED = changed(in_heads([3, 1, 2, 0, 4, 5, 6, 7, 8]), weight(7, Q))
 GROUPS = changed(in_heads([1, 0, 2]), weight(20, K), weight(20, V))
 GATE_AND_UP = exchanged(weight(3, "mlp.gate_proj"), weight(3, "mlp.up_proj"))
 
-KNOWN = (
+OF_KNOWN_KINDS = (
     RealFault("v by a tenth", SMOLLM2, 12, "v", "scale",
               changed(lambda w: w * 1.1, weight(12, V))),
     RealFault("scale of float8 lost", SMOLLM2, 9, "MLP", "scale", BY_448),
@@ -314,41 +314,41 @@ KNOWN = (
 )  # fmt: skip
 """Faults of the kinds that causes.py knows."""
 
-UNKNOWN = (
-    RealFault("residuals scaled", SMOLLM2, 0, "residual stream", LIKE_NOTHING_KNOWN,
+OF_OTHER_KINDS = (
+    RealFault("residuals scaled", SMOLLM2, 0, "residual stream", UNKNOWN,
               of_files=granite(residual_multiplier=0.9)),
     RealFault("logits scaled", SMOLLM2, None, "final soft cap", "soft cap",
               of_files=granite(logits_scaling=8.0)),
     RealFault("rows of the embedding exchanged", SMOLLM2, None, "embedding", "vocabulary order",
               changed(rows_exchanged, embedding)),
-    RealFault("a row of the embedding lost", SMOLLM2, None, "embedding", LIKE_NOTHING_KNOWN,
+    RealFault("a row of the embedding lost", SMOLLM2, None, "embedding", UNKNOWN,
               changed(first_row_lost, embedding)),
-    RealFault("MLP in float8", SMOLLM2, 18, "MLP", LIKE_NOTHING_KNOWN,
+    RealFault("MLP in float8", SMOLLM2, 18, "MLP", UNKNOWN,
               changed(in_float8, *(weight(18, f"mlp.{n}_proj") for n in ("gate", "up", "down")))),
-    RealFault("k of the layer before", SMOLLM2, 12, "k", LIKE_NOTHING_KNOWN, of_the_layer_before),
-    RealFault("a layer skipped", SMOLLM2, 14, "layer", LIKE_NOTHING_KNOWN, forward(14, skipped)),
-    RealFault("MLP in parallel", SMOLLM2, 6, "residual stream", LIKE_NOTHING_KNOWN,
+    RealFault("k of the layer before", SMOLLM2, 12, "k", UNKNOWN, of_the_layer_before),
+    RealFault("a layer skipped", SMOLLM2, 14, "layer", UNKNOWN, forward(14, skipped)),
+    RealFault("MLP in parallel", SMOLLM2, 6, "residual stream", UNKNOWN,
               forward(6, in_parallel)),
-    RealFault("norm behind the MLP", SMOLLM2, 6, "residual stream", LIKE_NOTHING_KNOWN,
+    RealFault("norm behind the MLP", SMOLLM2, 6, "residual stream", UNKNOWN,
               forward(6, normed_after)),
-    RealFault("half pruned", SMOLLM2, 22, "MLP", LIKE_NOTHING_KNOWN,
+    RealFault("half pruned", SMOLLM2, 22, "MLP", UNKNOWN,
               changed(half_pruned, weight(22, "mlp.up_proj"))),
-    RealFault("neurons permuted", SMOLLM2, 8, "MLP", LIKE_NOTHING_KNOWN,
+    RealFault("neurons permuted", SMOLLM2, 8, "MLP", UNKNOWN,
               changed(lambda w: w[:, torch.arange(1536).flip(0)], weight(8, DOWN))),
-    RealFault("weights clipped", SMOLLM2, 4, "attention output", LIKE_NOTHING_KNOWN,
+    RealFault("weights clipped", SMOLLM2, 4, "attention output", UNKNOWN,
               changed(lambda w: w.clamp(-3 * w.std(), 3 * w.std()), weight(4, OUT))),
-    RealFault("noise of 1 %", SMOLLM2, 28, "attention output", LIKE_NOTHING_KNOWN,
+    RealFault("noise of 1 %", SMOLLM2, 28, "attention output", UNKNOWN,
               changed(with_noise(0.01), weight(28, OUT))),
-    RealFault("mean taken off", SMOLLM2, 16, "norm", LIKE_NOTHING_KNOWN,
+    RealFault("mean taken off", SMOLLM2, 16, "norm", UNKNOWN,
               put(16, "input_layernorm", CentredNorm)),
-    RealFault("q by position", GEMMA, 11, "q", LIKE_NOTHING_KNOWN, put(11, Q, ScaledByPosition)),
-    RealFault("MLP clipped", GEMMA, 3, "MLP", LIKE_NOTHING_KNOWN,
+    RealFault("q by position", GEMMA, 11, "q", UNKNOWN, put(11, Q, ScaledByPosition)),
+    RealFault("MLP clipped", GEMMA, 3, "MLP", UNKNOWN,
               put(3, "mlp", lambda mlp: Capped(mlp, 2.0))),
 )  # fmt: skip
 """Faults of kinds that nobody looked at when the causes were written."""
 
 
-FAULTS = {"known": KNOWN, "unknown": UNKNOWN}
+FAULTS = {"known": OF_KNOWN_KINDS, "unknown": OF_OTHER_KINDS}
 
 
 def faulty(fault: RealFault, whole: Path, folder: Path) -> Model:
@@ -401,7 +401,7 @@ def main(smollm2: str, gemma: str, only: str | None = None) -> None:
             is_found = bool(comparison.faults or of_texts)
             expected = f"{fault.layer}, {fault.quantity}" if fault.quantity else ""
             kinds = {cause.partition(":")[0] for cause in causes}
-            marks = is_found, place == expected, kinds == {fault.cause} - {""}
+            marks = is_found, place == expected, kinds == {fault.cause}
             counts += torch.tensor([1, *marks])
             signs = "".join("+" if mark else "-" for mark in marks)
             row = (signs, fault.name, fault.model, place, *causes)

@@ -21,6 +21,11 @@ from headcount.workers.model.rotations import Rotation
 LEFT = 0.05  # share of a difference that a cause may leave unexplained
 ALIKE = 0.02  # relative difference of two numbers that are the same
 
+Signature = Callable[["Evidence"], str | None]
+
+CAUSES: dict[str, Signature] = {}
+"""Signatures by kind, in the order in which they are tried."""
+
 OF_LAYERS = ("tied", "layer order", "layer types")
 OF_TEXTS = ("tokenizer", "bos")
 UNKNOWN = "unlike anything known"
@@ -35,6 +40,9 @@ class Cause:
 
     def __post_init__(self) -> None:
         assert self.kind in (*CAUSES, *OF_LAYERS, *OF_TEXTS, UNKNOWN), self.kind
+
+
+UNLIKE = Cause(UNKNOWN, "no known cause leaves this")
 
 
 @dataclass(frozen=True)
@@ -92,12 +100,6 @@ class Evidence:
         if not self.heads or len(self.heads) == self.ours.shape[2]:
             return ""
         return f" in head{'s' if len(self.heads) > 1 else ''} {', '.join(map(str, self.heads))}"
-
-
-Signature = Callable[[Evidence], str | None]
-
-CAUSES: dict[str, Signature] = {}
-"""Signatures by kind, in the order in which they are tried."""
 
 
 def cause(kind: str) -> Callable[[Signature], Signature]:
@@ -338,6 +340,9 @@ def _bias(evidence: Evidence) -> str | None:
 
 @cause("scale")
 def _scale(evidence: Evidence) -> str | None:
+    # The stream is a sum, of which one part may be scaled.
+    if evidence.step.quantity in ("residual stream", "layer"):
+        return None
     heads = list(evidence.heads) or slice(None)
     ours, theirs = evidence.ours[:, :, heads], evidence.theirs[:, :, heads]
     subject = f"{evidence.step.quantity} is"

@@ -6,6 +6,7 @@ layer does not make all later ones differ; and each step within it what the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.diff.causes import Cause, Evidence, by_contributions, cause_of
+from headcount.workers.diff.causes import UNLIKE, Cause, Evidence, by_contributions, cause_of
 from headcount.workers.diff.layer_steps import (
     JOINT,
     LayerTrace,
@@ -69,7 +70,6 @@ class Comparison:
     """What was found."""
 
     departures: list[Departure] = field(default_factory=list)
-    causes: dict[Cause, list[int]] = field(default_factory=dict)  # and the layers; none outside
     head_changes: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by sequence
     losses: dict[str, Tensor] = field(default_factory=dict)  # [A or B, sequence] of each input
     noise: NoiseFloor = field(default_factory=NoiseFloor)
@@ -78,6 +78,16 @@ class Comparison:
     def faults(self) -> list[Departure]:
         """What no rounding explains."""
         return [departure for departure in self.departures if not departure.rounding]
+
+    @property
+    def causes(self) -> dict[Cause, list[int]]:
+        """What faults look like, and in which layers; none outside of the layers."""
+        causes: dict[Cause, list[int]] = {}
+        for fault in self.faults:
+            layers = causes.setdefault(fault.cause or UNLIKE, [])
+            if fault.layer is not None and fault.layer not in layers:
+                layers.append(fault.layer)
+        return causes
 
     @property
     def rounding(self) -> str:
@@ -355,18 +365,21 @@ class Comparer:
         return rounding_of(dict(ours.named_parameters()), dict(theirs.named_parameters())) or ""
 
     def _name_causes(self) -> None:
-        """Gather the causes of all layers; what only several layers together show comes first."""
+        """Put what only several layers together show in the place of causes of a layer, and all
+        departures in the order of the model.
+        """
         whole_model = self._cause_of_layers()
-        for departure in self.found.faults:
-            cause = departure.cause
-            if (whole := whole_model.get(departure.layer)) is not None:
-                explained = EXPLAINED_BY.get(whole.kind)
-                if explained is None or departure.quantity in explained:
-                    cause = whole
-            if cause is not None:
-                layers = self.found.causes.setdefault(cause, [])
-                if departure.layer is not None and departure.layer not in layers:
-                    layers.append(departure.layer)
+
+        def named(departure: Departure) -> Departure:
+            whole = whole_model.get(departure.layer)
+            if whole is None or departure.quantity not in EXPLAINED_BY.get(
+                whole.kind, (departure.quantity,)
+            ):
+                return departure
+            return replace(departure, cause=whole)
+
+        # Other tokens may have shown a layer before an earlier one.
+        self.found.departures = sorted(map(named, self.found.departures), key=_place)
 
     def _cause_of_layers(self) -> dict[int | None, Cause]:
         faulty = sorted({one.layer for one in self.found.faults if one.layer is not None})
@@ -397,6 +410,12 @@ class Comparer:
             if is_other and all(map(torch.equal, ours, theirs)):
                 return other
         return None
+
+
+def _place(departure: Departure) -> float:
+    if departure.layer is not None:
+        return departure.layer
+    return -1 if departure.quantity == "embedding" else math.inf
 
 
 def module_of(model: Model, layer: int | None, step: Step) -> nn.Module | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 import headcount
 from headcount.queries.report.html_page import unpacked
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
-from headcount.workers.diff.causes import CAUSES, OF_LAYERS
+from headcount.workers.diff.causes import CAUSES, OF_LAYERS, UNKNOWN
 from headcount.workers.diff.number_grids import rounding_between
 from headcount.workers.diff.texts import inputs_of, stored_tokens, tokenizer_causes
 from headcount.workers.model.info.description import describe, find_model
@@ -272,7 +272,8 @@ def test_a_page_shows_both_sides_on_the_sequences_that_were_compared(tmp_path: P
     for word in ("verdict", "begins", "looks like"):
         (line,) = said(end, word)
         assert f"<dt>{word}</dt><dd>{html.escape(line, quote=False)}" in text.replace("&#39;", "'")
-    assert len(unpacked(text)["overview"]["runs"]) == 4
+    data: Any = unpacked(text)
+    assert len(data["overview"]["runs"]) == 4
     # The last line asks for rows that the page has, too.
     (further,) = said(end, "further")
     words = [*shlex.split(further)[1:], "--format", "csv"]
@@ -331,7 +332,8 @@ def test_a_run_stands_for_its_model_and_has_the_input(llama: Path, tmp_path: Pat
     page = tmp_path / "page.html"
     assert diff(a.path, b.path, "--report", page).code == 1
     assert not page.with_name("page-runs").exists()
-    assert {run["run_id"] for run in unpacked(page.read_text())["overview"]["runs"]} == {
+    data: Any = unpacked(page.read_text(encoding="utf-8"))
+    assert {run["run_id"] for run in data["overview"]["runs"]} == {
         a.run_id, b.run_id,
     }  # fmt: skip
     # One side may be a model, which then is measured on the run's sequences; the same weights are
@@ -390,8 +392,8 @@ def test_planted_faults_are_found_and_named(tmp_path: Path) -> None:
     misplaced = [fault.name for fault, found in rows if not planted.is_placed(fault, found)]
     misnamed = [fault.name for fault, found in rows if not planted.is_named(fault, found)]
     assert (missed, misplaced, misnamed) == ([], [], [])
-    kinds = {fault.cause for fault, _ in rows} - {""}
-    assert kinds == {*CAUSES, *OF_LAYERS} - {"merged"}
+    kinds = {fault.cause for fault, _ in rows}
+    assert kinds == {*CAUSES, *OF_LAYERS, UNKNOWN} - {"merged"}
 
 
 @pytest.mark.long
