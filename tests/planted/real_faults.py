@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headcount.schemas.errors import ModelError
 from headcount.workers.diff.causes import UNKNOWN
 from headcount.workers.diff.comparison import Comparison
 from headcount.workers.diff.texts import tokenizer_causes
@@ -396,7 +397,12 @@ def main(smollm2: str, gemma: str, only: str | None = None) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 b = faulty(fault, places[fault.model], Path(folder) / "faulty")
                 of_texts, _ = tokenizer_causes(a.info, b.info)
-            comparison = compared(a, b, sequences=4, n_ctx=64)
+            try:
+                comparison = compared(a, b, sequences=2, n_ctx=64)
+            except ModelError as error:
+                counts[0] += 1
+                print("---", fault.name, fault.model, f"refused: {error}", sep=" | ", flush=True)
+                continue
             place, causes = lines_of(comparison, of_texts)
             is_found = bool(comparison.faults or of_texts)
             expected = f"{fault.layer}, {fault.quantity}" if fault.quantity else ""
