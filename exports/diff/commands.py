@@ -32,14 +32,6 @@ def diff(
             "rounding.",
         ),
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="What A was trained from. Then changes that were merged twice or not at all are "
-            "told.",
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it for programs.")] = False,
     report: Annotated[
         Path | None,
@@ -67,7 +59,7 @@ def diff(
     if report is not None:
         check_writable(report)
     console = Console(highlight=False, stderr=True)
-    difference = Difference(a, b, base, console)
+    difference = Difference(a, b, console)
     if report is not None:
         write_difference(difference, report, console)
     if as_json:

@@ -57,26 +57,25 @@ def check_kinds(allowed: Collection[str]) -> None:
 class Difference:
     """Two models and what was found between them."""
 
-    def __init__(self, a: str, b: str, base: str | None, console: Console) -> None:
+    def __init__(self, a: str, b: str, console: Console) -> None:
         self.names = a, b
         self.sides = _run_at(a), _run_at(b)
         self.runs = self.sides  # in which both are measured; None where it is not
         models = KnownModels()
         with bar(console, "") as show:
             show("reading the models", None)
-            infos = [_described(models, name) for name in (a, b, *filter(None, [base]))]
+            infos = [_described(models, name) for name in self.names]
             self.infos = infos
-            for info in infos[1:]:
-                check_sizes(infos[0], info)
+            check_sizes(*infos)
             loaded: list[Model] = []
             for info in infos:
                 show(f"loading {info.name}", None)
                 loaded.append(models.load(info, "raw", "cpu"))
-            comparer = Comparer(loaded[0], loaded[1], show, *loaded[2:])
+            comparer = Comparer(loaded[0], loaded[1], show)
             n_ctx = sequence_length(loaded[0], loaded[1])
             # A run has its input; of two runs, it is the first one's.
             self.source, self.reader = next(
-                ((run, info) for run, info in zip(self.sides, infos, strict=False) if run),
+                ((run, info) for run, info in zip(self.sides, infos, strict=True) if run),
                 (None, infos[0]),
             )
             if self.source is not None:
@@ -88,11 +87,11 @@ class Difference:
             self.n_ctx, self.inputs = n_ctx, inputs
             self.windows = [
                 facts.window
-                for model in loaded[:2]
+                for model in loaded
                 for layer in range(model.info.n_layers)
                 if (facts := model.facts(layer)) and facts.window and facts.window >= n_ctx
             ]
-            self.of_texts, self.tokenizers = tokenizer_causes(infos[0], infos[1])
+            self.of_texts, self.tokenizers = tokenizer_causes(*infos)
             self.comparison: Comparison = comparer.compare(inputs)
 
     @property

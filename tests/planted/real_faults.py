@@ -342,7 +342,7 @@ OF_OTHER_KINDS = (
               changed(with_noise(0.01), weight(28, OUT))),
     RealFault("mean taken off", SMOLLM2, 16, "norm", UNKNOWN,
               put(16, "input_layernorm", CentredNorm)),
-    RealFault("q by position", GEMMA, 11, "q", UNKNOWN, put(11, Q, ScaledByPosition)),
+    RealFault("q by position", SMOLLM2, 11, "q", UNKNOWN, put(11, Q, ScaledByPosition)),
     RealFault("MLP clipped", GEMMA, 3, "MLP", UNKNOWN,
               put(3, "mlp", lambda mlp: Capped(mlp, 2.0))),
 )  # fmt: skip

@@ -52,7 +52,6 @@ class Evidence:
     step: Step
     heads: tuple[int, ...]  # that differ; empty if the step has none
     modules: tuple[nn.Module | None, nn.Module | None]  # that make the step, ours and theirs
-    base: nn.Module | None = None  # the same of what our model was trained from, if it is known
     trace: LayerTrace | None = None
     blocks: tuple[nn.Module, ...] = ()  # the layer of both; none outside of the layers
     facts: tuple[AttentionFacts | None, AttentionFacts | None] = (None, None)
@@ -243,20 +242,6 @@ def _qk_norm(evidence: Evidence) -> str | None:
     for names, verb in ((ours - theirs, "lost"), (theirs - ours, "added")):
         if any(name.rpartition(".")[2] in QK_NORM for name in names):
             return f"the norm of queries and keys is {verb}"
-    return None
-
-
-@cause("merged")
-def _merged(evidence: Evidence) -> str | None:
-    """What training changed is there twice, or not at all."""
-    base = getattr(evidence.base, "weight", None)
-    if base is None or evidence.weights is None or base.shape != evidence.weights[0].shape:
-        return None
-    ours, theirs = evidence.weights
-    trained = ours - base
-    for times, words in ((2.0, "twice what A changed in its base"), (0.0, "the base's, unchanged")):
-        if (theirs - base - times * trained).norm() <= LEFT * trained.norm():
-            return f"the weight of {evidence.step.quantity} is {words}"
     return None
 
 

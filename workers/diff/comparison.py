@@ -22,11 +22,11 @@ from headcount.workers.diff.layer_steps import (
     JOINT,
     LayerTrace,
     Step,
-    by_head,
     named_parts,
     note_attention,
     recorded,
     steps_of,
+    whole_step,
 )
 from headcount.workers.diff.noise import NoiseFloor, one_thread
 from headcount.workers.diff.number_grids import FORMATS, rounding_of
@@ -115,10 +115,9 @@ def check_sizes(a: ModelInfo, b: ModelInfo) -> None:
 class Comparer:
     """Compares two models; `compare` does it."""
 
-    def __init__(self, a: Model, b: Model, show: Show, base: Model | None = None) -> None:
-        """`base` is what A was made from by training, if that is known."""
+    def __init__(self, a: Model, b: Model, show: Show) -> None:
         check_sizes(a.info, b.info)
-        self.a, self.b, self.base, self.show = Side("A", a), Side("B", b), base, show
+        self.a, self.b, self.show = Side("A", a), Side("B", b), show
         self.found = Comparison()
         self.located: set[int] = set()  # layers whose steps have been compared
         self.done, self.all = 0, 1  # layers that have been run, and will be
@@ -162,13 +161,9 @@ class Comparer:
                 noise.note(steps_of(a, alone, layer, first, built)[0])
 
         whole = self._traced(tokens, note)
-        assert whole.last_stream is not None
         with one_thread():
             noise.note(self._end_steps(a, alone, tokens[:1], whole))
-        assert whole.first_stream is not None
-        assert alone.first_stream is not None
-        pair = by_head(whole.first_stream[:1], None), by_head(alone.first_stream, None)
-        noise.note([Step("embedding", "", False, *pair)])
+        noise.note([whole_step("embedding", whole.first_stream[:1], alone.first_stream)])
 
     # Layers
 
@@ -215,10 +210,7 @@ class Comparer:
                 self._locate(layer, trace, theirs, whole)
 
         ours = self._traced(tokens, compare)
-        assert ours.first_stream is not None
-        assert theirs.first_stream is not None
-        pair = by_head(ours.first_stream, None), by_head(theirs.first_stream, None)
-        first = Step("embedding", "", False, *pair)
+        first = whole_step("embedding", ours.first_stream, theirs.first_stream)
         for step in (first, *self._end_steps(self.b, theirs, tokens, ours)):
             is_known = any(one.quantity == step.quantity for one in self.found.departures)
             if self._departs(step) and not is_known:
@@ -230,9 +222,8 @@ class Comparer:
         """A layer of a side as one step, and its z."""
         own = LayerTrace(trace.stream)
         result = side.run_layer(whole, layer, trace.stream, note_attention(own, attend))
-        assert trace.result is not None
-        pair = (by_head(side.model.stream(each), None) for each in (trace.result, result))
-        return Step("layer", "", False, *pair), own.attention.get("z")
+        ours, theirs = map(side.model.stream, (trace.result, result))
+        return whole_step("layer", ours, theirs), own.attention.get("z")
 
     def _same_windows(self, layer: int) -> bool:
         """Whether windows agree, which the input may be too short to show."""
@@ -276,20 +267,15 @@ class Comparer:
         self, side: Side, whole: WholePass, tokens: Tensor, ours: WholePass
     ) -> Iterator[Step]:
         """The last norm, the unembedding and what follows it, from what A's were given."""
-        assert ours.last_stream is not None
-        assert ours.normed is not None
         count = len(tokens)
         normed = side.normed_of(whole, tokens, ours.last_stream[:count])
-        pair = by_head(ours.normed[:count], None), by_head(normed, None)
-        yield Step("final norm", "", False, *pair)
+        yield whole_step("final norm", ours.normed[:count], normed)
         places = torch.linspace(0, tokens.shape[1] - 1, UNEMBEDDED).long()
         rows = ours.normed[:count, places]
         own = self.a.model.unembed(rows)
-        yield Step(
-            "unembedding", "", False, by_head(own, None), by_head(side.model.unembed(rows), None)
-        )
-        logits = (by_head(each.model.changed_logits(own)[0], None) for each in (self.a, side))
-        yield Step("final soft cap", "", False, *logits)
+        yield whole_step("unembedding", own, side.model.unembed(rows))
+        logits = [each.model.changed_logits(own)[0] for each in (self.a, side)]
+        yield whole_step("final soft cap", *logits)
 
     def _compare_embeddings(self) -> None:
         """Compare the rows of tokens that the input lacks."""
@@ -297,8 +283,7 @@ class Comparer:
             return
         tokens = torch.arange(self.a.model.info.d_vocab)[None]
         (ours,), (theirs,) = (side.model.modules("embed") for side in (self.a, self.b))
-        pair = by_head(ours(tokens), None), by_head(theirs(tokens), None)
-        step = Step("embedding", "", False, *pair)
+        step = whole_step("embedding", ours(tokens), theirs(tokens))
         if step.ours.shape == step.theirs.shape and self._departs(step):
             self._note(None, step, None)
 
@@ -311,9 +296,7 @@ class Comparer:
             pair: list[Tensor] = []
             for side in (self.a, self.b):
                 self._tell(words, len(side.model.blocks))
-                normed = side.run(batch).normed
-                assert normed is not None
-                pair.append(side.losses(normed, batch))
+                pair.append(side.losses(side.run(batch).normed, batch))
             losses.append(torch.stack(pair))
         return torch.cat(losses, 1)
 
@@ -333,8 +316,7 @@ class Comparer:
         is_position = is_other.any(2).any(0)
         rounding = "" if step.is_input and step.module else self._rounding(layer, step, trace)
         ours, theirs = (module_of(side.model, layer, step) for side in (self.a, self.b))
-        base = self.base and module_of(self.base, layer, step)
-        evidence = Evidence(step, heads, (ours, theirs), base, trace, rotations=rotations)
+        evidence = Evidence(step, heads, (ours, theirs), trace, rotations=rotations)
         if layer is not None:
             blocks = tuple(side.model.blocks[layer] for side in (self.a, self.b))
             evidence = replace(evidence, blocks=blocks, facts=self._facts(layer))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headcount.workers.diff.side import Side, WholePass, given_stream, with_stream
+from headcount.workers.diff.side import NOTHING, Side, WholePass, given_stream, with_stream
 from headcount.workers.model.attention_facts import Attend, AttentionFacts
 from headcount.workers.model.bare_modules import ATTENTION, MLP, PROJECTIONS, first_of
 from headcount.workers.model.rotations import Rotation
@@ -36,7 +36,7 @@ class LayerTrace:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     attention: dict[str, Tensor] = field(default_factory=dict)  # q, k, v, z `[batch pos head d]`
     rotation: Rotation | None = None
-    result: Tensor | None = None  # the stream after the layer
+    result: Tensor = NOTHING  # the stream after the layer
 
     def of_first(self) -> LayerTrace:
         """The same of the first sequence alone."""
@@ -44,7 +44,6 @@ class LayerTrace:
             {name: tensor[:1] for name, tensor in tensors.items()}
             for tensors in (self.inputs, self.outputs, self.attention)
         )
-        assert self.result is not None
         rest = (self.rotation, self.result[:1])
         return LayerTrace(self.stream[:1], inputs, outputs, attention, *rest)
 
@@ -80,6 +79,11 @@ def by_head(tensor: Tensor, d_head: int | None) -> Tensor:
     if tensor.dim() == 4:
         return tensor
     return tensor.unflatten(-1, (-1, d_head or tensor.shape[-1]))
+
+
+def whole_step(quantity: str, ours: Tensor, theirs: Tensor) -> Step:
+    """A step that no module makes alone: `[batch pos d]` by both."""
+    return Step(quantity, "", False, by_head(ours, None), by_head(theirs, None))
 
 
 def quantity_of(module: str, is_input: bool) -> str:
@@ -214,9 +218,8 @@ def steps_of(
 
     with hooked(side.model.blocks[layer], begin, end):
         result = side.run_layer(whole, layer, trace.stream, attend_as_ours)
-    assert trace.result is not None
-    ours, theirs = (by_head(side.model.stream(each), None) for each in (trace.result, result))
-    steps.append(Step("residual stream", "", False, ours, theirs))
+    ours, theirs = map(side.model.stream, (trace.result, result))
+    steps.append(whole_step("residual stream", ours, theirs))
     return steps, rotations[0] if rotations else None
 
 

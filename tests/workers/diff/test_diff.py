@@ -164,22 +164,6 @@ def test_a_fault_beneath_coarse_rounding_is_found(llama: Path, tmp_path: Path) -
     assert {one.quantity for one in comparison.faults} == {"rotation"}
 
 
-def test_what_training_changed_is_there_twice_or_not_at_all(llama: Path, tmp_path: Path) -> None:
-    name = planted.of(2, "v")
-    changed = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)) * 0.01
-
-    def trained(times: int) -> Path:
-        merge = planted.weights(lambda t: t[name].add_(times * changed))
-        return toy.copy_of(llama, tmp_path / f"merged-{times}", merge)
-
-    once, twice = trained(1), trained(2)
-    end = diff(once, twice, "--base", llama)
-    expected = "merged: layer 2: the weight of v is twice what A changed in its base"
-    assert said(end, "looks like") == [expected]
-    end = diff(once, llama, "--base", llama)
-    assert said(end, "looks like") == ["merged: layer 2: the weight of v is the base's, unchanged"]
-
-
 # Tokenizers
 
 
@@ -393,7 +377,7 @@ def test_planted_faults_are_found_and_named(tmp_path: Path) -> None:
     misnamed = [fault.name for fault, found in rows if not planted.is_named(fault, found)]
     assert (missed, misplaced, misnamed) == ([], [], [])
     kinds = {fault.cause for fault, _ in rows}
-    assert kinds == {*CAUSES, *OF_LAYERS, UNKNOWN} - {"merged"}
+    assert kinds == {*CAUSES, *OF_LAYERS, UNKNOWN}
 
 
 @pytest.mark.long
