@@ -60,13 +60,16 @@ def diff(
         check_writable(report)
     console = Console(highlight=False, stderr=True)
     difference = Difference(a, b, console)
-    if report is not None:
-        write_difference(difference, report, console)
-    if as_json:
-        print(difference.json())
-    else:
-        for word, text in difference.lines():
-            say(Console(highlight=False), f"{word:<11}{text}")
+    try:
+        if report is not None:
+            write_difference(difference, report, console)
+    finally:
+        # What was found is said, also if a side cannot be scanned.
+        if as_json:
+            print(difference.json())
+        else:
+            for word, text in difference.lines():
+                say(Console(highlight=False), f"{word:<11}{text}")
     if report is not None:
         typer.echo(f"{report}: {report.stat().st_size / 1e6:.1f} MB", err=True)
     sys.exit(difference.exit_code(allowed))

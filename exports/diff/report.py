@@ -22,6 +22,7 @@ from headcount.jobs.plan.plan import where_begun
 from headcount.queries.ask.asking import Record, RunDatabase, open_runs
 from headcount.queries.commands.query import tell_user
 from headcount.queries.report.report import write_report
+from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import absolute
 from headcount.workers.diff.texts import (
@@ -33,7 +34,10 @@ from headcount.workers.diff.texts import (
 )
 from headcount.workers.run_model import RunModels
 
-OF_A_MODEL = ("model", "revision", "tokenizer", "adapter", "unused_weights")
+WEIGHTS = ("adapter", "unused_weights")
+"""Fields of a scan that say which of a model's weights are measured."""
+
+OF_A_MODEL = ("model", "revision", "tokenizer", *WEIGHTS)
 """Fields of a scan that say which model is measured."""
 
 CHANGES = """
@@ -52,6 +56,9 @@ def write_difference(difference: Difference, output: Path, console: Console) -> 
 
     The runs and their texts lie beside the file, in a folder of its name with `-runs`.
     """
+    for run in filter(None, difference.sides):
+        if not isinstance(run.path, Path):
+            raise QueryError(f"{run.path}: a page needs runs on this machine; bring back a copy")
     folder = output.absolute().with_name(f"{output.stem}-runs")
     pairs = [
         (_run_of(difference, 0, name, folder), _run_of(difference, 1, name, folder))
@@ -106,7 +113,7 @@ def _model_fields(difference: Difference, side: int) -> dict[str, Any]:
     """The fields of a scan for the model of a side; texts are read by the input's tokenizer."""
     name, run = difference.names[side], difference.sides[side]
     own = {} if run is None else _scan_of(run)
-    fields: dict[str, Any] = {key: own[key] for key in OF_A_MODEL[3:] if key in own}
+    fields: dict[str, Any] = {key: own[key] for key in WEIGHTS if key in own}
     is_on_disk = run is not None or Path(name).exists()
     fields["model"] = str(absolute(difference.infos[side].path)) if is_on_disk else name
     if has_tokenizer(difference.reader):

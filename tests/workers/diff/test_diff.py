@@ -99,6 +99,20 @@ def test_every_layer_is_compared_from_the_input_of_a(llama: Path, tmp_path: Path
     assert list(comparison.causes.values()) == [[0], [2]]
 
 
+def test_a_fault_without_a_cause_is_said_beside_those_that_have_one(
+    llama: Path, tmp_path: Path
+) -> None:
+    faulty = toy.copy_of(llama, tmp_path / "faulty", planted.both(
+        planted.times(planted.of(1, "v"), 2), planted.noisy(planted.of(1, "o"), 0.01)
+    ))  # fmt: skip
+    end = diff(llama, faulty, "--allow", "scale")
+    assert (end.code, said(end, "looks like")) == (1, [
+        "scale: layer 1: v is 2 times A's",
+        "unlike anything known: layer 1: no known cause leaves this",
+    ])  # fmt: skip
+    assert diff(llama, faulty, "--allow", "scale", "--allow", "unlike anything known").code == 0
+
+
 def test_a_window_longer_than_the_input_is_compared_by_its_mask(tmp_path: Path) -> None:
     fields = {"num_key_value_heads": 2, "max_position_embeddings": 9000}
     config = toy.family("MistralConfig", sliding_window=4000, **fields)
