@@ -203,6 +203,11 @@ def first_row_lost(w: Tensor) -> Tensor:
     return w
 
 
+def first_column_turned(w: Tensor) -> Tensor:
+    w[:, 0] *= -1
+    return w
+
+
 def in_float8(w: Tensor) -> Tensor:
     scale = w.abs().max() / 448
     return (w / scale).to(torch.float8_e4m3fn).float() * scale
@@ -340,6 +345,12 @@ OF_OTHER_KINDS = (
               changed(lambda w: w.clamp(-3 * w.std(), 3 * w.std()), weight(4, OUT))),
     RealFault("noise of 1 %", SMOLLM2, 28, "attention output", UNKNOWN,
               changed(with_noise(0.01), weight(28, OUT))),
+    RealFault("a neuron lost", SMOLLM2, 19, "MLP", UNKNOWN,
+              changed(first_row_lost, weight(19, "mlp.up_proj"))),
+    RealFault("a sign turned", SMOLLM2, 2, "MLP", UNKNOWN,
+              changed(first_column_turned, weight(2, DOWN))),
+    RealFault("embeddings of one length", SMOLLM2, None, "embedding", UNKNOWN,
+              changed(lambda w: w / w.norm(dim=1, keepdim=True), embedding)),
     RealFault("mean taken off", SMOLLM2, 16, "norm", UNKNOWN,
               put(16, "input_layernorm", CentredNorm)),
     RealFault("q by position", SMOLLM2, 11, "q", UNKNOWN, put(11, Q, ScaledByPosition)),

@@ -385,9 +385,11 @@ def _adapter(evidence: Evidence) -> str | None:
     ours, theirs = evidence.weights
     if ours.dim() != 2 or max(ours.shape) > LARGEST_RANKED:
         return None
-    squares = torch.linalg.svdvals(theirs - ours).square()
+    difference = theirs - ours
+    squares = torch.linalg.svdvals(difference).square()
     rank = 1 + int((squares.cumsum(0) < OF_RANK * squares.sum()).sum())
-    if rank > min(ours.shape) // RANKS:
+    # A few rows or columns have a low rank by themselves.
+    if rank > min(int(difference.any(axis).sum()) for axis in (0, 1)) // RANKS:
         return None
     what = f"the weight of {evidence.step.quantity} differs by a matrix of rank {rank}"
     return f"{what}, as if an adapter were merged twice or not at all"
