@@ -18,7 +18,7 @@ PANELS = {
         "calibrate": "jobs.commands.runs",
         "corpus": "jobs.commands.corpus",
         "doctor": "jobs.commands.upkeep",
-        "diff": "jobs.commands.upkeep",
+        "diff": "exports.diff.commands",
         "watch": "jobs.commands.upkeep",
     },
     "Ask": {

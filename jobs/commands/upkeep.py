@@ -1,5 +1,5 @@
-"""The subcommands `check`, `compact` and `rm` for the files of runs, `doctor` for a machine, `diff`
-for two models, and `watch` for a training.
+"""The subcommands `check`, `compact` and `rm` for the files of runs, `doctor` for a machine, and
+`watch` for a training.
 """
 
 import sys
@@ -216,57 +216,6 @@ def doctor(
             sys.stdout.flush()
     if not healthy:
         sys.exit(1)
-
-
-@commands.command()
-def diff(
-    a: Annotated[
-        str,
-        typer.Argument(
-            metavar="A",
-            help="A model: a directory, a GGUF file, a Hub id or bundled:NAME; or the directory of "
-            "a run, which stands for its model and has the input.",
-        ),
-    ],
-    b: Annotated[str, typer.Argument(metavar="B", help="What should be the same model.")],
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND",
-            help="A kind of difference that ends with exit code 0: rounding, a format such as "
-            "float16 or 4-bit, or a cause such as tokenizer; may be given several times. Default: "
-            "rounding.",
-        ),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="What A was trained from. Then changes that were merged twice or not at all are "
-            "told.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it for programs.")] = False,
-) -> None:
-    """Say whether two models are the same, and where they begin to differ.
-
-    Each layer of B gets the input of A's, and each step in it what A's step was given, so every
-    fault shows by itself. Exit code 1 says that they differ.
-    """
-    from headcount.workers.process import prepare_process
-
-    prepare_process()
-    from headcount.jobs.commands import diff as two_models
-
-    allowed = allow or [two_models.ROUNDING]
-    two_models.check_kinds(allowed)
-    difference = two_models.Difference(a, b, base, Console(highlight=False, stderr=True))
-    if as_json:
-        print(two_models.as_json(difference))
-    else:
-        for word, text in difference.lines():
-            say(Console(highlight=False), f"{word:<11}{text}")
-    sys.exit(difference.exit_code(allowed))
 
 
 @commands.command()

@@ -74,8 +74,16 @@ class Detail:
     heads_with_examples: int  # heads of each statistic whose sequences are shown
 
 
-def write_report(database: RunDatabase, output: Path, models: RunModels | None = None) -> None:
-    """Write one HTML file: the explorer's page with the answers that `source.js` looks for."""
+def write_report(
+    database: RunDatabase,
+    output: Path,
+    models: RunModels | None = None,
+    heading: Record | None = None,
+) -> None:
+    """Write one HTML file: the explorer's page with the answers that `source.js` looks for.
+
+    `heading` has what `headcount diff` says of two runs.
+    """
     check_writable(output)
     runs = PageRuns(database, is_whole=True).verified(rows=True)
     overview = runs.overview() | {"damage": []}
@@ -94,7 +102,7 @@ def write_report(database: RunDatabase, output: Path, models: RunModels | None =
         "answers": answers.by_key,
         "texts": [json.loads(text) for text in answers.texts],
     }
-    write_html(TEMPLATES / "report", output, {}, data, REPORT)
+    write_html(TEMPLATES / "report", output, {"heading": heading}, data, REPORT)
 
 
 def detail_of(sections: Sequence[Record]) -> Detail:

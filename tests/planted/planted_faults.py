@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headcount.workers.diff.causes import UNKNOWN
 from headcount.workers.diff.comparison import Comparer, Comparison
 from headcount.workers.diff.texts import inputs_of, sequence_length
 from headcount.workers.loading import load_model
@@ -208,7 +209,10 @@ FAULTS = tuple(
          "MLP", "bias"),
         ("v doubled", "llama", times(of(3, "v"), 2), 3, "v", "scale"),
         ("a head of q by a tenth", "llama", times(of(1, "q"), 1.1, slice(2, 3)), 1, "q", "scale"),
-        ("head of o lost", "llama", weights(no_head_2), 0, "attention output", "zeros"),
+        ("heads of o exchanged", "llama", weights(
+            lambda t: t.update({of(2, "o"): t[of(2, "o")].roll(D_HEAD, 1).contiguous()})
+        ), 2, "attention output", "heads"),
+        ("head of o lost", "llama", weights(no_head_2), 0, "attention output", "scale"),
         ("adapter twice", "llama", low_rank(of(3, "q"), 2), 3, "q", "adapter"),
         ("unembedding tied", "llama", weights(tied), None, "unembedding", "tied"),
         ("norms exchanged", "llama", exchange(
@@ -217,7 +221,7 @@ FAULTS = tuple(
         ("vocabulary shifted", "llama", put(
             "model.embed_tokens.weight", lambda t: t["model.embed_tokens.weight"].roll(1, 0)
         ), None, "embedding", "vocabulary order"),
-        ("noise of 1 %", "llama", noisy(of(2, "o"), 0.01), 2, "attention output", ""),
+        ("noise of 1 %", "llama", noisy(of(2, "o"), 0.01), 2, "attention output", UNKNOWN),
         ("a head twice", "llama", ordered(1, "q", [0, 1, 1, 3]), 1, "q", "heads"),
         ("heads permuted", "qwen3", ordered(0, "q", [2, 0, 3, 1]), 0, "q", "heads"),
         ("groups exchanged", "llama", GROUPS, 2, "k", "heads"),
@@ -230,9 +234,9 @@ FAULTS = tuple(
         ("GELU", "gpt2", config(activation_function="gelu"), 0, "MLP", "activation function"),
         ("positions one later", "gpt2", LATER, None, "embedding", "position embeddings"),
         ("transposed", "gpt2", TRANSPOSED, 2, "attention output", "transposed"),
-        ("v of a head is 0", "gpt2", weights(no_value_in_head_0), 3, "v", "zeros"),
+        ("v of a head is 0", "gpt2", weights(no_value_in_head_0), 3, "v", "scale"),
         ("residuals in series", "neox", config(use_parallel_residual=False), 0,
-         "residual stream", ""),
+         "residual stream", UNKNOWN),
         ("embeddings not scaled", "gemma3", NO_SCALE, None, "embedding", "scale"),
     )
 )  # fmt: skip
@@ -354,10 +358,10 @@ def is_harmless(change: Harmless, comparison: Comparison) -> bool:
     return not comparison.faults and comparison.rounding == change.rounding
 
 
-def compared(a: Model, b: Model) -> Comparison:
+def compared(a: Model, b: Model, sequences: int = 8, n_ctx: int = 96) -> Comparison:
     """What is said of two models."""
-    inputs = inputs_of(a.info, min(96, sequence_length(a, b)))
-    return Comparer(a, b, lambda _words, _share: None).compare({"repeats": inputs["repeats"][:8]})
+    repeats = inputs_of(a.info, min(n_ctx, sequence_length(a, b)))["repeats"]
+    return Comparer(a, b, lambda _words, _share: None).compare({"repeats": repeats[:sequences]})
 
 
 def model_in(path: Path) -> Model:
@@ -389,7 +393,7 @@ def is_placed(fault: Fault, comparison: Comparison) -> bool:
 
 
 def is_named(fault: Fault, comparison: Comparison) -> bool:
-    return {cause.kind for cause in comparison.causes} == ({fault.cause} - {""})
+    return {cause.kind for cause in comparison.causes} == {fault.cause}
 
 
 def main(only_harmless: bool = False) -> None:

@@ -39,7 +39,11 @@ ROOMS = {
     "headcount.workers.inputs": {"headcount.workers.model"},
     "headcount.workers.interventions": {"headcount.workers.model", "headcount.workers.engine"},
     "headcount.workers.measurements": {"headcount.workers.model", "headcount.workers.engine"},
-    "headcount.workers.diff": {"headcount.workers.model", "headcount.workers.engine"},
+    "headcount.workers.diff": {
+        "headcount.workers.model",
+        "headcount.workers.engine",
+        "headcount.workers.inputs",
+    },
 }
 """What each room of `workers` may import of the others; the files outside a room stand above all
 rooms.
@@ -143,7 +147,7 @@ ONLY_IN = {
     ),
     "tokenizers": ("workers/model/", "workers/bridge/", "models/"),
     "torch": (
-        "workers/", "models/", "jobs/commands/diff.py", "jobs/commands/doctor.py",
+        "workers/", "models/", "exports/diff/difference.py", "jobs/commands/doctor.py",
         "jobs/commands/model_report.py",
         "schemas/pattern.py",  # For its types alone.
     ),
@@ -154,7 +158,8 @@ ONLY_IN = {
     ),
     "triton": ("workers/kernel/sweep_kernel.py",),
     "typer": (
-        "headcount/", "exports/commands.py", "reproduce/reproduce_commands.py",
+        "headcount/", "exports/commands.py", "exports/diff/commands.py",
+        "reproduce/reproduce_commands.py",
         "jobs/commands/cluster.py", "jobs/commands/corpus.py", "jobs/commands/runs.py",
         "jobs/commands/options.py", "jobs/commands/scan.py", "jobs/commands/upkeep.py",
         "queries/commands/explore.py", "queries/commands/query.py",

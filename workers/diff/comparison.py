@@ -6,6 +6,7 @@ layer does not make all later ones differ; and each step within it what the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.diff.causes import Cause, Evidence, by_contributions, cause_of
+from headcount.workers.diff.causes import UNLIKE, Cause, Evidence, by_contributions, cause_of
 from headcount.workers.diff.layer_steps import (
     JOINT,
     LayerTrace,
     Step,
-    by_head,
     named_parts,
     note_attention,
     recorded,
     steps_of,
+    whole_step,
 )
 from headcount.workers.diff.noise import NoiseFloor, one_thread
 from headcount.workers.diff.number_grids import FORMATS, rounding_of
@@ -69,7 +70,6 @@ class Comparison:
     """What was found."""
 
     departures: list[Departure] = field(default_factory=list)
-    causes: dict[Cause, list[int]] = field(default_factory=dict)  # and the layers; none outside
     head_changes: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by sequence
     losses: dict[str, Tensor] = field(default_factory=dict)  # [A or B, sequence] of each input
     noise: NoiseFloor = field(default_factory=NoiseFloor)
@@ -78,6 +78,16 @@ class Comparison:
     def faults(self) -> list[Departure]:
         """What no rounding explains."""
         return [departure for departure in self.departures if not departure.rounding]
+
+    @property
+    def causes(self) -> dict[Cause, list[int]]:
+        """What faults look like, and in which layers; none outside of the layers."""
+        causes: dict[Cause, list[int]] = {}
+        for fault in self.faults:
+            layers = causes.setdefault(fault.cause or UNLIKE, [])
+            if fault.layer is not None and fault.layer not in layers:
+                layers.append(fault.layer)
+        return causes
 
     @property
     def rounding(self) -> str:
@@ -105,10 +115,9 @@ def check_sizes(a: ModelInfo, b: ModelInfo) -> None:
 class Comparer:
     """Compares two models; `compare` does it."""
 
-    def __init__(self, a: Model, b: Model, show: Show, base: Model | None = None) -> None:
-        """`base` is what A was made from by training, if that is known."""
+    def __init__(self, a: Model, b: Model, show: Show) -> None:
         check_sizes(a.info, b.info)
-        self.a, self.b, self.base, self.show = Side("A", a), Side("B", b), base, show
+        self.a, self.b, self.show = Side("A", a), Side("B", b), show
         self.found = Comparison()
         self.located: set[int] = set()  # layers whose steps have been compared
         self.done, self.all = 0, 1  # layers that have been run, and will be
@@ -152,13 +161,9 @@ class Comparer:
                 noise.note(steps_of(a, alone, layer, first, built)[0])
 
         whole = self._traced(tokens, note)
-        assert whole.last_stream is not None
         with one_thread():
             noise.note(self._end_steps(a, alone, tokens[:1], whole))
-        assert whole.first_stream is not None
-        assert alone.first_stream is not None
-        pair = by_head(whole.first_stream[:1], None), by_head(alone.first_stream, None)
-        noise.note([Step("embedding", "", False, *pair)])
+        noise.note([whole_step("embedding", whole.first_stream[:1], alone.first_stream)])
 
     # Layers
 
@@ -205,10 +210,7 @@ class Comparer:
                 self._locate(layer, trace, theirs, whole)
 
         ours = self._traced(tokens, compare)
-        assert ours.first_stream is not None
-        assert theirs.first_stream is not None
-        pair = by_head(ours.first_stream, None), by_head(theirs.first_stream, None)
-        first = Step("embedding", "", False, *pair)
+        first = whole_step("embedding", ours.first_stream, theirs.first_stream)
         for step in (first, *self._end_steps(self.b, theirs, tokens, ours)):
             is_known = any(one.quantity == step.quantity for one in self.found.departures)
             if self._departs(step) and not is_known:
@@ -220,9 +222,8 @@ class Comparer:
         """A layer of a side as one step, and its z."""
         own = LayerTrace(trace.stream)
         result = side.run_layer(whole, layer, trace.stream, note_attention(own, attend))
-        assert trace.result is not None
-        pair = (by_head(side.model.stream(each), None) for each in (trace.result, result))
-        return Step("layer", "", False, *pair), own.attention.get("z")
+        ours, theirs = map(side.model.stream, (trace.result, result))
+        return whole_step("layer", ours, theirs), own.attention.get("z")
 
     def _same_windows(self, layer: int) -> bool:
         """Whether windows agree, which the input may be too short to show."""
@@ -266,20 +267,15 @@ class Comparer:
         self, side: Side, whole: WholePass, tokens: Tensor, ours: WholePass
     ) -> Iterator[Step]:
         """The last norm, the unembedding and what follows it, from what A's were given."""
-        assert ours.last_stream is not None
-        assert ours.normed is not None
         count = len(tokens)
         normed = side.normed_of(whole, tokens, ours.last_stream[:count])
-        pair = by_head(ours.normed[:count], None), by_head(normed, None)
-        yield Step("final norm", "", False, *pair)
+        yield whole_step("final norm", ours.normed[:count], normed)
         places = torch.linspace(0, tokens.shape[1] - 1, UNEMBEDDED).long()
         rows = ours.normed[:count, places]
         own = self.a.model.unembed(rows)
-        yield Step(
-            "unembedding", "", False, by_head(own, None), by_head(side.model.unembed(rows), None)
-        )
-        logits = (by_head(each.model.changed_logits(own)[0], None) for each in (self.a, side))
-        yield Step("final soft cap", "", False, *logits)
+        yield whole_step("unembedding", own, side.model.unembed(rows))
+        logits = [each.model.changed_logits(own)[0] for each in (self.a, side)]
+        yield whole_step("final soft cap", *logits)
 
     def _compare_embeddings(self) -> None:
         """Compare the rows of tokens that the input lacks."""
@@ -287,8 +283,7 @@ class Comparer:
             return
         tokens = torch.arange(self.a.model.info.d_vocab)[None]
         (ours,), (theirs,) = (side.model.modules("embed") for side in (self.a, self.b))
-        pair = by_head(ours(tokens), None), by_head(theirs(tokens), None)
-        step = Step("embedding", "", False, *pair)
+        step = whole_step("embedding", ours(tokens), theirs(tokens))
         if step.ours.shape == step.theirs.shape and self._departs(step):
             self._note(None, step, None)
 
@@ -301,9 +296,7 @@ class Comparer:
             pair: list[Tensor] = []
             for side in (self.a, self.b):
                 self._tell(words, len(side.model.blocks))
-                normed = side.run(batch).normed
-                assert normed is not None
-                pair.append(side.losses(normed, batch))
+                pair.append(side.losses(side.run(batch).normed, batch))
             losses.append(torch.stack(pair))
         return torch.cat(losses, 1)
 
@@ -318,29 +311,22 @@ class Comparer:
     ) -> None:
         limit = self.found.noise.limit(step.key)
         sizes = step.sizes()  # [batch pos head]
-        n_heads = sizes.shape[2]
-        is_head = sizes.flatten(0, 1).max(0).values > limit
-        heads = tuple(is_head.nonzero().flatten().tolist()) if n_heads > 1 else ()
-        is_position = (sizes > limit).any(2).any(0)
-        places = is_position.nonzero().flatten()
+        is_other = sizes > limit
+        heads = tuple(is_other.any(0).any(0).nonzero().flatten().tolist() * (sizes.shape[2] > 1))
+        is_position = is_other.any(2).any(0)
         rounding = "" if step.is_input and step.module else self._rounding(layer, step, trace)
-        cause = None
+        ours, theirs = (module_of(side.model, layer, step) for side in (self.a, self.b))
+        evidence = Evidence(step, heads, (ours, theirs), trace, rotations=rotations)
+        if layer is not None:
+            blocks = tuple(side.model.blocks[layer] for side in (self.a, self.b))
+            evidence = replace(evidence, blocks=blocks, facts=self._facts(layer))
         if not rounding:
-            ours, theirs = (module_of(side.model, layer, step) for side in (self.a, self.b))
-            evidence = Evidence(step, heads, (ours, theirs), trace=trace, rotations=rotations)
-            if self.base is not None:
-                evidence = replace(evidence, base=module_of(self.base, layer, step))
-            if layer is not None:
-                parts = [named_parts(side.model.blocks[layer]) for side in (self.a, self.b)]
-                of_layer = {"parts": parts[0], "their_parts": parts[1]}
-                evidence = replace(evidence, facts=self._facts(layer), **of_layer)
             evidence = by_contributions(evidence)
-            heads, n_heads = evidence.heads, evidence.ours.shape[2]
-            cause = cause_of(evidence)
         departure = Departure(
-            layer, step.quantity, step.module, step.is_input, heads, n_heads,
-            int(places[0]) if len(places) else 0, float(is_position.float().mean()),
-            float(sizes.max()), limit, rounding or "", cause,
+            layer, step.quantity, step.module, step.is_input, evidence.heads,
+            evidence.ours.shape[2], int(is_position.int().argmax()),
+            float(is_position.float().mean()), float(sizes.max()), limit, rounding,
+            None if rounding else cause_of(evidence),
         )  # fmt: skip
         self.found.departures.append(departure)
 
@@ -361,18 +347,21 @@ class Comparer:
         return rounding_of(dict(ours.named_parameters()), dict(theirs.named_parameters())) or ""
 
     def _name_causes(self) -> None:
-        """Gather the causes of all layers; what only several layers together show comes first."""
+        """Put what only several layers together show in the place of causes of a layer, and all
+        departures in the order of the model.
+        """
         whole_model = self._cause_of_layers()
-        for departure in self.found.faults:
-            cause = departure.cause
-            if (whole := whole_model.get(departure.layer)) is not None:
-                explained = EXPLAINED_BY.get(whole.kind)
-                if explained is None or departure.quantity in explained:
-                    cause = whole
-            if cause is not None:
-                layers = self.found.causes.setdefault(cause, [])
-                if departure.layer is not None and departure.layer not in layers:
-                    layers.append(departure.layer)
+
+        def named(departure: Departure) -> Departure:
+            whole = whole_model.get(departure.layer)
+            if whole is None or departure.quantity not in EXPLAINED_BY.get(
+                whole.kind, (departure.quantity,)
+            ):
+                return departure
+            return replace(departure, cause=whole)
+
+        # Other tokens may have shown a layer before an earlier one.
+        self.found.departures = sorted(map(named, self.found.departures), key=_place)
 
     def _cause_of_layers(self) -> dict[int | None, Cause]:
         faulty = sorted({one.layer for one in self.found.faults if one.layer is not None})
@@ -403,6 +392,12 @@ class Comparer:
             if is_other and all(map(torch.equal, ours, theirs)):
                 return other
         return None
+
+
+def _place(departure: Departure) -> float:
+    if departure.layer is not None:
+        return departure.layer
+    return -1 if departure.quantity == "embedding" else math.inf
 
 
 def module_of(model: Model, layer: int | None, step: Step) -> nn.Module | None:

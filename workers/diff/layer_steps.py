@@ -7,7 +7,7 @@ What lies between two modules shows as the input of the second one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headcount.workers.diff.side import Side, WholePass, given_stream, with_stream
+from headcount.workers.diff.side import NOTHING, Side, WholePass, given_stream, with_stream
 from headcount.workers.model.attention_facts import Attend, AttentionFacts
 from headcount.workers.model.bare_modules import ATTENTION, MLP, PROJECTIONS, first_of
 from headcount.workers.model.rotations import Rotation
@@ -36,7 +36,7 @@ class LayerTrace:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     attention: dict[str, Tensor] = field(default_factory=dict)  # q, k, v, z `[batch pos head d]`
     rotation: Rotation | None = None
-    result: Tensor | None = None  # the stream after the layer
+    result: Tensor = NOTHING  # the stream after the layer
 
     def of_first(self) -> LayerTrace:
         """The same of the first sequence alone."""
@@ -44,7 +44,6 @@ class LayerTrace:
             {name: tensor[:1] for name, tensor in tensors.items()}
             for tensors in (self.inputs, self.outputs, self.attention)
         )
-        assert self.result is not None
         rest = (self.rotation, self.result[:1])
         return LayerTrace(self.stream[:1], inputs, outputs, attention, *rest)
 
@@ -82,6 +81,11 @@ def by_head(tensor: Tensor, d_head: int | None) -> Tensor:
     return tensor.unflatten(-1, (-1, d_head or tensor.shape[-1]))
 
 
+def whole_step(quantity: str, ours: Tensor, theirs: Tensor) -> Step:
+    """A step that no module makes alone: `[batch pos d]` by both."""
+    return Step(quantity, "", False, by_head(ours, None), by_head(theirs, None))
+
+
 def quantity_of(module: str, is_input: bool) -> str:
     """What users call what a module is given or puts out."""
     *path, name = module.split(".")
@@ -108,6 +112,17 @@ def named_parts(block: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
+def hooked(block: nn.Module, begin: Callable[..., Any], end: Callable[..., Any]) -> Iterator[None]:
+    """Within it, each module of a layer calls `begin` before and `end` behind it, with its name."""
+    with ExitStack() as hooks:
+        for name, module in named_parts(block).items():
+            before = module.register_forward_pre_hook(partial(begin, name), with_kwargs=True)
+            hooks.enter_context(before)
+            hooks.enter_context(module.register_forward_hook(partial(end, name)))
+        yield
+
+
+@contextmanager
 def recorded(block: nn.Module, trace: LayerTrace) -> Iterator[None]:
     """Within it, what a layer's modules are given and put out is kept, of those called once."""
     calls: dict[str, int] = {}
@@ -127,11 +142,7 @@ def recorded(block: nn.Module, trace: LayerTrace) -> Iterator[None]:
         if is_of_positions(put_out):
             trace.outputs[name] = put_out.clone()
 
-    with ExitStack() as hooks:
-        for name, module in named_parts(block).items():
-            before = module.register_forward_pre_hook(partial(begin, name), with_kwargs=True)
-            hooks.enter_context(before)
-            hooks.enter_context(module.register_forward_hook(partial(end, name)))
+    with hooked(block, begin, end):
         yield
     for name in (name for name, count in calls.items() if count > 1):
         trace.inputs.pop(name, None)
@@ -176,14 +187,13 @@ def steps_of(
         return ours.clone()
 
     def begin(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        stream, ours = given_stream(args, kwargs), trace.inputs.get(name)
-        if (pair := comparable(stream, ours)) is None:
+        pair = comparable(given_stream(args, kwargs), trace.inputs.get(name))
+        if pair is None:
             return None
         return with_stream(args, kwargs, compare(name, True, *pair))
 
     def end(name: str, _module: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
-        put_out, ours = first_of(output), trace.outputs.get(name)
-        pair = comparable(put_out, ours)
+        pair = comparable(first_of(output), trace.outputs.get(name))
         if pair is None or name.rpartition(".")[2] in JOINT:
             return None
         replaced = compare(name, False, *pair)
@@ -206,15 +216,10 @@ def steps_of(
         steps.append(Step("pattern", "", False, ours["z"], z))
         return ours["z"].clone()
 
-    with ExitStack() as hooks:
-        for name, module in named_parts(side.model.blocks[layer]).items():
-            before = module.register_forward_pre_hook(partial(begin, name), with_kwargs=True)
-            hooks.enter_context(before)
-            hooks.enter_context(module.register_forward_hook(partial(end, name)))
+    with hooked(side.model.blocks[layer], begin, end):
         result = side.run_layer(whole, layer, trace.stream, attend_as_ours)
-    assert trace.result is not None
-    ours, theirs = (by_head(side.model.stream(each), None) for each in (trace.result, result))
-    steps.append(Step("residual stream", "", False, ours, theirs))
+    ours, theirs = map(side.model.stream, (trace.result, result))
+    steps.append(whole_step("residual stream", ours, theirs))
     return steps, rotations[0] if rotations else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, median_high, stdev
 
 import torch
 
@@ -41,9 +41,7 @@ class NoiseFloor:
     @property
     def middle(self) -> float:
         """The middle of all differences."""
-        return sorted(size for sizes in self.sizes.values() for size in sizes)[
-            sum(map(len, self.sizes.values())) // 2
-        ]
+        return median_high(size for sizes in self.sizes.values() for size in sizes)
 
 
 @contextmanager

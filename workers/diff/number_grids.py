@@ -17,6 +17,7 @@ SAMPLED_BLOCKS = 1024
 LEVELS = 255  # steps between the smallest and the largest number of a block, at most
 OFF_GRID = {15: 0.06, LEVELS: 0.02}  # of a step: what a float makes of an integer times a scale
 MOST_STEPS = 0.6  # root mean square of the differences in steps; to the nearest gives 0.29
+MOST_TAIL = 1.5  # the same over the median: rounding gives 1.2 to 1.4, a normal distribution 1.5
 LEAST_LEFT, FEW_ROWS = 0.8, 0.02
 """What a scale of its row leaves of a difference, at least, but in this share of the rows."""
 
@@ -62,15 +63,24 @@ def _integer_rounding(ours: Tensor, theirs: Tensor) -> str | None:
     if a.shape[1] % BLOCK or is_scaled.float().mean() > FEW_ROWS:
         return None
     blocks = torch.stack([a, b]).unflatten(2, (-1, BLOCK)).flatten(1, 2)  # [side block column]
+    blocks = blocks[:, (blocks[0] != blocks[1]).any(1)]
     generator = torch.Generator().manual_seed(0)
     sample = torch.randperm(blocks.shape[1], generator=generator)[:SAMPLED_BLOCKS]
     blocks = blocks[:, sample]
-    levels, coarsest = min(((_levels(side), side) for side in blocks), key=lambda pair: pair[0])
+    (levels, coarsest), (finer, _) = sorted(
+        ((_levels(side), side) for side in blocks), key=lambda pair: pair[0]
+    )
     if levels > LEVELS:
         return None
     steps = ((coarsest.amax(1) - coarsest.amin(1)) / levels).clamp(min=1e-12)  # [block]
-    distance = ((blocks[0] - blocks[1]) / steps[:, None]).square().mean().sqrt()
-    return None if distance > MOST_STEPS else "4-bit" if levels <= 15 else "8-bit"
+    distances = ((blocks[0] - blocks[1]) / steps[:, None]).abs()
+    size = float(distances.square().mean().sqrt())
+    # A model on a grid may have been changed by less than a step, which is no rounding. What was
+    # changed lies on no grid.
+    is_even = finer <= LEVELS or size <= MOST_TAIL * float(distances.median())
+    if size > MOST_STEPS or not is_even:
+        return None
+    return "4-bit" if levels <= 15 else "8-bit"
 
 
 def _levels(blocks: Tensor) -> int:

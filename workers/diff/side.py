@@ -26,6 +26,8 @@ from headcount.workers.model.attention_layers import attending
 from headcount.workers.model.bare_modules import first_of
 from headcount.workers.model.model import Model
 
+NOTHING = torch.empty(0)  # what has not been computed yet
+
 LOSS_POSITIONS = 128  # of a sequence whose loss is taken: vocabularies may be large
 
 
@@ -57,10 +59,10 @@ class WholePass:
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     """How each layer was called. Its stream is another one when the layer is run again."""
-    first_stream: Tensor | None = None  # given to the first layer
+    first_stream: Tensor = NOTHING  # given to the first layer
     last_outputs: tuple[Any, ...] | None = None  # beside the stream, if layers put out several
-    last_stream: Tensor | None = None
-    normed: Tensor | None = None  # `[batch pos d_model]` that the unembedding reads
+    last_stream: Tensor = NOTHING
+    normed: Tensor = NOTHING  # `[batch pos d_model]` that the unembedding reads
 
 
 class Side:
@@ -91,7 +93,7 @@ class Side:
         def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not whole.calls:
                 whole.first_stream = given_stream(args, kwargs).clone()
-            whole.calls.append(with_stream(args, kwargs, torch.empty(0)))
+            whole.calls.append(with_stream(args, kwargs, NOTHING))
 
         def end(layer: int, _module: nn.Module, _args: object, output: object) -> None:
             stream = first_of(output)
@@ -144,12 +146,10 @@ class Side:
             # Of the instance alone. Some modules hand on what is set as an attribute.
             vars(block)["forward"] = partial(stand_in, block is blocks[-1])
         try:
-            normed = self.run(tokens).normed
+            return self.run(tokens).normed
         finally:
             for block in blocks:
                 del vars(block)["forward"]
-        assert normed is not None
-        return normed
 
     def losses(self, normed: Tensor, tokens: Tensor) -> Tensor:
         """Mean loss of each sequence, at positions that are spread evenly over it: `[batch]`."""

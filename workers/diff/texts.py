@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -14,11 +11,14 @@ from torch import Tensor
 from headcount.schemas.errors import ModelError, RunError
 from headcount.schemas.files.run_directory import RunDirectory, data_path
 from headcount.schemas.places import open_whole
+from headcount.schemas.scans.scan import parse_scan
 from headcount.workers.diff.causes import Cause
+from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.info.text_tokenizer import PROBE, TextTokenizer, load_tokenizer
 from headcount.workers.model.model import Model
 
+TEXTS = "texts"  # the input that is read by a tokenizer
 SEQUENCES = 32  # of each kind of input
 LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a sequence
 BEYOND_WINDOW = 64  # tokens that see past the longest window
@@ -44,27 +44,29 @@ def sequence_length(a: Model, b: Model) -> int:
     return min(wanted, MOST_TOKENS, a.info.n_ctx, b.info.n_ctx)
 
 
+def default_scan(info: ModelInfo, n_ctx: int) -> dict[str, Any]:
+    """The fields of a scan of random tokens that come twice."""
+    return {
+        "model": info.path,
+        "n_ctx": n_ctx,
+        "sequences": SEQUENCES,
+        "bos": info.begins_with_bos("auto"),
+        "input": {"family": "repeated_random"},
+    }
+
+
 def inputs_of(info: ModelInfo, n_ctx: int) -> dict[str, Tensor]:
     """Sequences of tokens of a model by the kind of input: texts, if it has a tokenizer, and
     random tokens, which come twice.
     """
-    repeats = np.random.default_rng(0).integers(info.d_vocab, size=(SEQUENCES, -(-n_ctx // 2)))
-    first = [info.bos_token_id] if info.begins_with_bos("auto") else []
     inputs: dict[str, Tensor] = {}
-    try:
+    if has_tokenizer(info):
         encode = TextTokenizer(info.tokenizer, info.d_vocab).encode
-    except ModelError:
-        encode = None
-    if encode is not None:
-        tokens = (ids for ids in map(encode, _documents()))
-        texts = [[*first, *ids][:n_ctx] for ids in _long_enough(tokens, n_ctx)]
-        inputs["texts"] = torch.tensor([*islice(texts, SEQUENCES)])
-    rows = np.concatenate([repeats, repeats], axis=1)[:, : n_ctx - len(first)]
-    twice = torch.from_numpy(rows)
-    inputs["repeats"] = torch.cat(
-        [torch.tensor([first] * len(twice)).long().view(len(twice), -1), twice], 1
-    )
-    return inputs
+        first = [info.bos_token_id] if info.begins_with_bos("auto") else []
+        texts = [[*first, *encode(text)][:n_ctx] for text in sample_texts(info, n_ctx)]
+        inputs[TEXTS] = torch.tensor(texts)
+    repeats = Sequences(parse_scan(default_scan(info, n_ctx)), info).shard(0).tokens
+    return inputs | {"repeats": torch.from_numpy(repeats).long()}
 
 
 def stored_tokens(run: RunDirectory) -> Tensor:
@@ -87,30 +89,26 @@ def stored_tokens(run: RunDirectory) -> Tensor:
     return torch.tensor([rows[sequence] for sequence in sorted(rows)[:SEQUENCES]])
 
 
-def _documents() -> Iterator[str]:
-    """Chapters of the reference that every Python carries."""
+def sample_texts(info: ModelInfo, n_ctx: int) -> list[str]:
+    """Chapters of the reference that every Python carries, joined to `n_ctx` tokens or more."""
     from pydoc_data.topics import topics
 
+    encode = TextTokenizer(info.tokenizer, info.d_vocab).encode
+    texts, joined = list[str](), ""
     for name in sorted(topics):
-        yield topics[name]
-
-
-def _long_enough(documents: Iterator[list[int]], n_ctx: int) -> Iterator[list[int]]:
-    """The tokens of each document that is long enough; shorter ones are joined."""
-    joined: list[int] = []
-    for tokens in documents:
-        joined = joined + tokens
-        if len(joined) >= n_ctx:
-            yield joined
-            joined = []
+        joined += topics[name]
+        if len(encode(joined)) >= n_ctx:
+            texts.append(joined)
+            joined = ""
+    return texts[:SEQUENCES]
 
 
 def tokenizer_causes(a: ModelInfo, b: ModelInfo) -> tuple[list[Cause], str]:
     """What differs between two tokenizers, and a line on what was compared."""
-    sides = [_tokenizer_of(a), _tokenizer_of(b)]
-    absent = [name for name, side in zip("AB", sides, strict=True) if side is None]
+    absent = [name for name, info in (("A", a), ("B", b)) if not has_tokenizer(info)]
     if absent:
         return [], f"not compared: none lies beside {' and '.join(absent)}"
+    sides = [load_tokenizer(info.tokenizer) for info in (a, b)]
     causes: list[Cause] = []
     words = f"the same on {len(CUT_TEXTS)} texts"
     ours, theirs = ([_pieces(side, text) for text in CUT_TEXTS] for side in sides)
@@ -132,11 +130,13 @@ def tokenizer_causes(a: ModelInfo, b: ModelInfo) -> tuple[list[Cause], str]:
     return causes, words
 
 
-def _tokenizer_of(info: ModelInfo) -> Any:  # noqa: ANN401 (of the library tokenizers)
+def has_tokenizer(info: ModelInfo) -> bool:
+    """Whether a tokenizer that can be read lies beside a model."""
     try:
-        return load_tokenizer(info.tokenizer)
+        load_tokenizer(info.tokenizer)
     except ModelError:
-        return None
+        return False
+    return True
 
 
 def _pieces(tokenizer: Any, text: str) -> list[tuple[int, str, str]]:  # noqa: ANN401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import re
 import shlex
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 import headcount
-from headcount.schemas.files.run_directory import RunDirectory
-from headcount.workers.diff.causes import CAUSES
+from headcount.queries.report.html_page import unpacked
+from headcount.schemas.files.run_directory import RunDirectory, find_runs
+from headcount.workers.diff.causes import CAUSES, OF_LAYERS, UNKNOWN
 from headcount.workers.diff.number_grids import rounding_between
-from headcount.workers.diff.texts import stored_tokens, tokenizer_causes
+from headcount.workers.diff.texts import inputs_of, stored_tokens, tokenizer_causes
 from headcount.workers.model.info.description import describe, find_model
 from tests.planted import planted_faults as planted
 from tests.toys import toy_models as toy
@@ -97,6 +99,20 @@ def test_every_layer_is_compared_from_the_input_of_a(llama: Path, tmp_path: Path
     assert list(comparison.causes.values()) == [[0], [2]]
 
 
+def test_a_fault_without_a_cause_is_said_beside_those_that_have_one(
+    llama: Path, tmp_path: Path
+) -> None:
+    faulty = toy.copy_of(llama, tmp_path / "faulty", planted.both(
+        planted.times(planted.of(1, "v"), 2), planted.noisy(planted.of(1, "o"), 0.01)
+    ))  # fmt: skip
+    end = diff(llama, faulty, "--allow", "scale")
+    assert (end.code, said(end, "looks like")) == (1, [
+        "scale: layer 1: v is 2 times A's",
+        "unlike anything known: layer 1: no known cause leaves this",
+    ])  # fmt: skip
+    assert diff(llama, faulty, "--allow", "scale", "--allow", "unlike anything known").code == 0
+
+
 def test_a_window_longer_than_the_input_is_compared_by_its_mask(tmp_path: Path) -> None:
     fields = {"num_key_value_heads": 2, "max_position_embeddings": 9000}
     config = toy.family("MistralConfig", sliding_window=4000, **fields)
@@ -139,6 +155,17 @@ def test_a_format_explains_what_its_rounding_can_do_and_no_more(change: Any, exp
     assert rounding_between(changed, weight) == expected
 
 
+def test_what_changes_a_model_on_a_grid_by_less_than_a_step_is_no_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = planted.in_integers(7, 32)(torch.randn(64, 96, generator=generator))
+    change = torch.randn(64, 2, generator=generator) @ torch.randn(2, 96, generator=generator)
+    assert rounding_between(weight, weight + 0.02 * change) is None
+    # Two formats of one weight lie on grids both.
+    original = torch.randn(64, 96, generator=generator)
+    pair = [planted.in_integers(levels, 32)(original) for levels in (7, 127)]
+    assert rounding_between(*pair) == "4-bit"
+
+
 def test_a_fault_beneath_coarse_rounding_is_found(llama: Path, tmp_path: Path) -> None:
     change = next(each for each in planted.HARMLESS if each.name == "GGUF in float16")
     assert change.rounding == "float16"
@@ -149,22 +176,6 @@ def test_a_fault_beneath_coarse_rounding_is_found(llama: Path, tmp_path: Path) -
     comparison = planted.compared(planted.model_in(llama), planted.model_in(faulty))
     assert (comparison.verdict, comparison.rounding) == ("different", "4-bit")
     assert {one.quantity for one in comparison.faults} == {"rotation"}
-
-
-def test_what_training_changed_is_there_twice_or_not_at_all(llama: Path, tmp_path: Path) -> None:
-    name = planted.of(2, "v")
-    changed = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)) * 0.01
-
-    def trained(times: int) -> Path:
-        merge = planted.weights(lambda t: t[name].add_(times * changed))
-        return toy.copy_of(llama, tmp_path / f"merged-{times}", merge)
-
-    once, twice = trained(1), trained(2)
-    end = diff(once, twice, "--base", llama)
-    expected = "merged: layer 2: the weight of v is twice what A changed in its base"
-    assert said(end, "looks like") == [expected]
-    end = diff(once, llama, "--base", llama)
-    assert said(end, "looks like") == ["merged: layer 2: the weight of v is the base's, unchanged"]
 
 
 # Tokenizers
@@ -231,6 +242,50 @@ def test_a_model_with_another_tokenizer_is_different(tmp_path: Path) -> None:
     assert diff(whole, other, "--allow", "tokenizer").code == 0
 
 
+# The page
+
+
+def runs_beside(page: Path) -> dict[str, RunDirectory]:
+    """The runs that were measured for a page, by their names."""
+    runs = find_runs(page.with_name(f"{page.stem}-runs"))
+    return {run.run_id.rpartition("-")[0]: run for run in runs}
+
+
+@pytest.mark.long
+def test_a_page_shows_both_sides_on_the_sequences_that_were_compared(tmp_path: Path) -> None:
+    whole = toy.save_byte_model(tmp_path / "whole")
+    faulty = toy.copy_of(whole, tmp_path / "faulty", planted.weights(
+        lambda t: t["transformer.h.0.mlp.c_proj.weight"].mul_(2)
+    ))  # fmt: skip
+    page = tmp_path / "page.html"
+    end = diff(whole, faulty, "--report", page)
+    assert end.code == 1
+    runs = runs_beside(page)
+    assert [*runs] == ["a-repeats", "a-texts", "b-repeats", "b-texts"]
+    n_ctx = stored_tokens(runs["a-texts"]).shape[1]
+    for name, tokens in inputs_of(describe(whole), n_ctx).items():
+        for side in "ab":
+            assert stored_tokens(runs[f"{side}-{name}"]).equal(tokens)
+    text = page.read_text(encoding="utf-8")
+    for word in ("verdict", "begins", "looks like"):
+        (line,) = said(end, word)
+        assert f"<dt>{word}</dt><dd>{html.escape(line, quote=False)}" in text.replace("&#39;", "'")
+    data: Any = unpacked(text)
+    assert len(data["overview"]["runs"]) == 4
+    # The last line asks for rows that the page has, too.
+    (further,) = said(end, "further")
+    words = [*shlex.split(further)[1:], "--format", "csv"]
+    rows = [*csv.DictReader(ended(*words).stdout.splitlines())]
+    assert {(row["run_id"], row["other_run"]) for row in rows} == {
+        (runs["b-texts"].run_id, runs["a-texts"].run_id)
+    }
+    change = next(row for row in rows if float(row["change"]))
+    assert f'<td class="words">{change["statistic"]}</td>' in text
+    assert error_of("diff", whole, faulty, "--report", tmp_path / "page.txt") == (
+        f"{tmp_path}/page.txt: expected a name that ends in .html or .htm"
+    )
+
+
 # What cannot be compared
 
 
@@ -271,9 +326,20 @@ def test_a_run_stands_for_its_model_and_has_the_input(llama: Path, tmp_path: Pat
     rows = [*csv.DictReader(ended(*words).stdout.splitlines())]
     assert {row["other_run"] for row in rows} == {a.run_id}
     assert any(float(row["change"]) for row in rows if (row["layer"], row["head"]) == ("1", "2"))
-    # One side may be a model; the same weights are the same.
-    end = diff(a.path, llama)
+    # Both sides are measured already, so a page needs nothing more.
+    page = tmp_path / "page.html"
+    assert diff(a.path, b.path, "--report", page).code == 1
+    assert not page.with_name("page-runs").exists()
+    data: Any = unpacked(page.read_text(encoding="utf-8"))
+    assert {run["run_id"] for run in data["overview"]["runs"]} == {
+        a.run_id, b.run_id,
+    }  # fmt: skip
+    # One side may be a model, which then is measured on the run's sequences; the same weights are
+    # the same.
+    end = diff(llama, a.path, "--report", page)
     assert (end.code, said(end, "verdict")[0][:5]) == (0, "same:")
+    (measured,) = runs_beside(page).values()
+    assert stored_tokens(measured).equal(stored_tokens(a))
     shutil.rmtree(faulty)
     assert "; instead of the run name its model, where it lies now" in error_of(
         "diff", a.path, b.path
@@ -324,9 +390,8 @@ def test_planted_faults_are_found_and_named(tmp_path: Path) -> None:
     misplaced = [fault.name for fault, found in rows if not planted.is_placed(fault, found)]
     misnamed = [fault.name for fault, found in rows if not planted.is_named(fault, found)]
     assert (missed, misplaced, misnamed) == ([], [], [])
-    kinds = {fault.cause for fault, _ in rows} - {""}
-    of_layers = ("layer order", "layer types", "tied")
-    assert kinds == {*CAUSES, *of_layers} - {"sink or slopes", "merged"}
+    kinds = {fault.cause for fault, _ in rows}
+    assert kinds == {*CAUSES, *OF_LAYERS, UNKNOWN}
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from headcount.schemas.errors import ModelError, counted, unknown
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import absolute
 from headcount.schemas.significance import p_above, q_of
-from headcount.workers.diff.causes import CAUSES, Cause
+from headcount.workers.diff.causes import CAUSES, OF_LAYERS, OF_TEXTS, UNKNOWN, Cause
 from headcount.workers.diff.comparison import (
     LAYER_SEQUENCES,
     Comparer,
@@ -41,11 +41,8 @@ from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
 from headcount.workers.run_model import RunModel
 
-OTHER_KINDS = ("tied", "layer order", "layer types", "tokenizer", "bos", "unlike anything known")
-"""Kinds of difference that have no signature of one step."""
-
 ROUNDING = "rounding"
-KINDS = ("same", ROUNDING, *FORMATS, *CAUSES, *OTHER_KINDS)
+KINDS = ("same", ROUNDING, *FORMATS, *CAUSES, *OF_LAYERS, *OF_TEXTS, UNKNOWN)
 
 MOST_CAUSES, MOST_HEADS = 5, 5  # that are said
 
@@ -60,35 +57,41 @@ def check_kinds(allowed: Collection[str]) -> None:
 class Difference:
     """Two models and what was found between them."""
 
-    def __init__(self, a: str, b: str, base: str | None, console: Console) -> None:
+    def __init__(self, a: str, b: str, console: Console) -> None:
         self.names = a, b
+        self.sides = _run_at(a), _run_at(b)
+        self.runs = self.sides  # in which both are measured; None where it is not
         models = KnownModels()
         with bar(console, "") as show:
             show("reading the models", None)
-            infos = [_described(models, name) for name in (a, b, *filter(None, [base]))]
-            for info in infos[1:]:
-                check_sizes(infos[0], info)
+            infos = [_described(models, name) for name in self.names]
+            self.infos = infos
+            check_sizes(*infos)
             loaded: list[Model] = []
             for info in infos:
                 show(f"loading {info.name}", None)
                 loaded.append(models.load(info, "raw", "cpu"))
-            comparer = Comparer(loaded[0], loaded[1], show, *loaded[2:])
+            comparer = Comparer(loaded[0], loaded[1], show)
             n_ctx = sequence_length(loaded[0], loaded[1])
             # A run has its input; of two runs, it is the first one's.
-            if runs := [run for run in map(_run_at, self.names) if run is not None]:
-                tokens = stored_tokens(runs[0])
+            self.source, self.reader = next(
+                ((run, info) for run, info in zip(self.sides, infos, strict=True) if run),
+                (None, infos[0]),
+            )
+            if self.source is not None:
+                tokens = stored_tokens(self.source)
                 n_ctx = min(tokens.shape[1], loaded[0].info.n_ctx, loaded[1].info.n_ctx)
-                inputs = {f"sequences of {runs[0].run_id}": tokens[:, :n_ctx]}
+                inputs = {f"sequences of {self.source.run_id}": tokens[:, :n_ctx]}
             else:
-                inputs = inputs_of(infos[0], n_ctx)
-            self.n_ctx, self.counts = n_ctx, {name: len(rows) for name, rows in inputs.items()}
+                inputs = inputs_of(self.reader, n_ctx)
+            self.n_ctx, self.inputs = n_ctx, inputs
             self.windows = [
                 facts.window
-                for model in loaded[:2]
+                for model in loaded
                 for layer in range(model.info.n_layers)
                 if (facts := model.facts(layer)) and facts.window and facts.window >= n_ctx
             ]
-            self.of_texts, self.tokenizers = tokenizer_causes(infos[0], infos[1])
+            self.of_texts, self.tokenizers = tokenizer_causes(*infos)
             self.comparison: Comparison = comparer.compare(inputs)
 
     @property
@@ -99,12 +102,7 @@ class Difference:
     @property
     def causes(self) -> dict[Cause, list[int]]:
         """What the difference looks like, and in which layers."""
-        causes = dict(self.comparison.causes) | {cause: [] for cause in self.of_texts}
-        unnamed = [one for one in self.comparison.faults if one.cause is None]
-        layers = sorted({one.layer for one in unnamed if one.layer is not None})
-        if unnamed and not any(set(layers) <= {*of} for of in causes.values() if of):
-            causes[Cause("unlike anything known", "no known cause leaves this")] = layers
-        return causes
+        return self.comparison.causes | {cause: [] for cause in self.of_texts}
 
     def exit_code(self, allowed: Collection[str]) -> int:
         """0 if everything that was found is allowed, else 1."""
@@ -132,10 +130,15 @@ class Difference:
                 for (layer, head), mean, error, q in self._heads()
             ],
             "n_ctx": self.n_ctx,
-            "sequences": self.counts,
+            "sequences": {name: len(tokens) for name, tokens in self.inputs.items()},
             "noise": comparison.noise.middle,
             "comparisons": comparison.noise.comparisons,
         }
+
+    def json(self) -> str:
+        """The record as JSON, in which undefined numbers are null."""
+        text = json.dumps(self.record(), default=str)
+        return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """A word and its text, at most twenty."""
@@ -160,7 +163,7 @@ class Difference:
 
     def _further(self) -> str:
         """How rows of both sides are compared: of two runs those that are there."""
-        a, b = map(_run_at, self.names)
+        a, b = self.runs
         if a is None or b is None:
             names = " and ".join(f"--set model={shlex.quote(name)}" for name in self.names)
             return f"headcount scan FILE {names}, then headcount query runs run_changes"
@@ -168,7 +171,7 @@ class Difference:
             return "headcount query DIRECTORY run_changes, once both runs lie in one directory"
         pair = f"run_id = '{b.run_id}' AND other_run = '{a.run_id}'"
         sql = f"FROM run_changes WHERE {pair} ORDER BY q"
-        return f"headcount query {shlex.quote(str(a.path.parent))} {shlex.quote(sql)}"
+        return f'headcount query {shlex.quote(str(a.path.parent))} "{sql}"'
 
     def _sentence(self) -> str:
         if self.comparison.faults:
@@ -196,7 +199,7 @@ class Difference:
 
     def _lines_on_input(self) -> Iterator[tuple[str, str]]:
         yield "tokenizers", self.tokenizers
-        kinds = " and ".join(f"{count} {name}" for name, count in self.counts.items())
+        kinds = " and ".join(f"{len(tokens)} {name}" for name, tokens in self.inputs.items())
         yield "input", f"{kinds} of {self.n_ctx} of A's tokens; layers on {LAYER_SEQUENCES} of each"
         if self.windows:
             longest = f"a window of {max(self.windows):,} tokens"
@@ -217,7 +220,8 @@ class Difference:
         noise = self.comparison.noise.limit(Z_KEY)
         q = q_of(p_above(means, errors, sequences - 1, noise))
         numbers = zip(changes, means.tolist(), errors.tolist(), q.tolist(), strict=True)
-        return sorted(numbers, key=lambda head: -head[1])[:MOST_HEADS]
+        changed = [head for head in numbers if head[1] > noise]
+        return sorted(changed, key=lambda head: -head[1])[:MOST_HEADS]
 
 
 def _run_at(name: str) -> RunDirectory | None:
@@ -272,9 +276,3 @@ def _change(losses: Tensor) -> tuple[float, float, float, float]:
     ours, theirs = losses
     change = theirs - ours
     return float(ours.mean()), float(theirs.mean()), float(change.mean()), _error(change)
-
-
-def as_json(difference: Difference) -> str:
-    """The record as JSON, in which undefined numbers are null."""
-    text = json.dumps(difference.record(), default=str)
-    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
