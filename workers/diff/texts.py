@@ -11,7 +11,7 @@ from torch import Tensor
 from headcount.schemas.errors import ModelError, RunError
 from headcount.schemas.files.run_directory import RunDirectory, data_path
 from headcount.schemas.places import open_whole
-from headcount.schemas.scans.scan import parse_scan
+from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.diff.causes import Cause
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.model_info import ModelInfo
