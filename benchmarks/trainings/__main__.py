@@ -10,7 +10,6 @@ the tables of docs/guide/training.md.
 import argparse
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from benchmarks.trainings.faults import plant
 from benchmarks.trainings.judge import calibrate, judged, table
 from benchmarks.trainings.plan import FIRST, FRESH
 from benchmarks.trainings.price import price
-from benchmarks.trainings.training import EVERY, RECORDED, Recording, Training, run
+from benchmarks.trainings.training import Recording, Training, run
 from headcount.workers.process import prepare_process
 
 
@@ -33,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("record", "calibrate", "judge", "price"))
     parser.add_argument("directory", type=Path, nargs="?", default=Path("trainings"),
                         help="where the recordings lie")  # fmt: skip
-    parser.add_argument("--every", type=int, default=EVERY, choices=(EVERY, RECORDED),
-                        help="steps between two measured ones")  # fmt: skip
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.what == "price":
@@ -42,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.what == "record":
         record(options.directory)
     elif options.what == "calibrate":
-        calibrate(read(options.directory, FIRST, options.every))
+        calibrate(read(options.directory, FIRST))
     else:
         for title, trainings in (("First", FIRST), ("Fresh", FRESH)):
-            recordings = read(options.directory, trainings, options.every)
+            recordings = read(options.directory, trainings)
             print(f"{title}\n\n{table(judged(recordings))}\n")
 
 
@@ -64,16 +61,10 @@ def record(directory: Path) -> None:
         print(f"{place}  {recording.seconds:4.1f} s  {training.name}", flush=True)
 
 
-def read(directory: Path, trainings: Sequence[Training], every: int) -> list[Recording]:
-    """The recordings of some trainings, in their order, of the steps that count."""
-    recordings: list[Recording] = []
-    for training in trainings:
-        file = directory / f"{training.key}.pickle"
-        if file.exists():
-            recording: Recording = pickle.loads(file.read_bytes())
-            measured = [step for step in recording.measured if step.step % every == 0]
-            recordings.append(replace(recording, measured=measured))
-    return recordings
+def read(directory: Path, trainings: Sequence[Training]) -> list[Recording]:
+    """The recordings of some trainings, in their order."""
+    files = [directory / f"{training.key}.pickle" for training in trainings]
+    return [pickle.loads(file.read_bytes()) for file in files if file.exists()]
 
 
 if __name__ == "__main__":

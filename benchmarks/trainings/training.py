@@ -22,8 +22,7 @@ from headcount.schemas.watch.history import MeasuredStep, measured_step
 from headcount.schemas.watch.rules import WATCHED
 from headcount.workers.watching import facts_of, sample_of
 
-STEPS, SEQUENCES = 200, 16
-EVERY, RECORDED = 10, 5  # steps between two that are judged, and two that are measured
+STEPS, EVERY, SEQUENCES = 200, 10, 16
 WARMUP = 15  # steps until the learning rate is whole
 SAVED = 20  # steps between two checkpoints
 
@@ -151,7 +150,9 @@ def start(training: Training) -> Setting:
     return Setting(model, optimizer, batch, rate, generator)
 
 
-def run(training: Training, plant: Callable[[Setting, Training], None]) -> Recording:
+def run(
+    training: Training, plant: Callable[[Setting, Training], None], every: int = EVERY
+) -> Recording:
     """Train, measure, and plant the fault at its step."""
     began = time.process_time()
     setting = start(training)
@@ -167,7 +168,7 @@ def run(training: Training, plant: Callable[[Setting, Training], None]) -> Recor
             plant(setting, training)
         model = setting.model
         inputs = setting.batch(step)
-        if step % RECORDED == 0 and not refusal:
+        if step % every == 0 and not refusal:
             try:
                 heads = measured_step(step, measure(model, tokens, WATCHED)).heads
                 measured.append(MeasuredStep(step, heads, facts_of(model, sample_of(inputs))))
