@@ -50,7 +50,7 @@ def faulty() -> list[Training]:
 
 # The trainings that judge: recorded after the rules were settled, and none of them calibrates.
 
-OTHER_ARCHITECTURES = ("gpt_neox", "qwen3", "gpt2", "llama")
+OTHER_ARCHITECTURES = ("gpt_neox", "qwen3")
 OTHER_DATA = ("words", "phrases", "repeats")
 OTHER_RATES = (5e-4, 1.5e-3, 3e-3, 6e-3)
 
@@ -62,45 +62,44 @@ FRESH_SOUND = [
 ]
 
 FRESH_BEGINNINGS = {
-    "rate too high": (0, 0, 0),
-    "large heads": (0, 0, 0),
-    "bf16 state": (0, 0, 0),
-    "documents see each other": (0, 55, 110),
-    "bad shard": (60, 97, 140),
-    "tied head broken": (33, 77, 121),
-    "dead head": (33, 77, 121),
-    "frozen layer": (33, 77, 121),
-    "labels shifted": (0, 60, 95, 120),
-    "mask lost": (0, 40, 95, 120),
-    "norms decayed": (0, 0, 40, 95),
-    "gradient doubled": (0, 0, 40, 95),
-    "no warmup": (0, 0, 0, 0),
-    "momentum lost": (0, 0, 40, 95),
-    "state lost": (40, 80, 95, 120),
-    "earlier checkpoint": (60, 75, 100, 135),
-    "scale lost": (40, 80, 95, 120),
-    "gradient lost": (0, 40, 95, 120),
-    "loader stuck": (60, 95, 100, 120),
-    "rate raised": (40, 80, 95, 120),
+    "rate too high": (0, 0),
+    "large heads": (0, 0),
+    "bf16 state": (0, 0),
+    "documents see each other": (0, 55),
+    "bad shard": (60, 97),
+    "tied head broken": (33, 121),
+    "dead head": (33, 121),
+    "frozen layer": (33, 121),
+    "labels shifted": (60, 95),
+    "mask lost": (0, 95),
+    "norms decayed": (0, 40),
+    "gradient doubled": (0, 40),
+    "no warmup": (0, 0),
+    "momentum lost": (0, 95),
+    "state lost": (40, 95),
+    "earlier checkpoint": (75, 100),
+    "scale lost": (40, 95),
+    "gradient lost": (0, 95),
+    "loader stuck": (60, 95),
+    "rate raised": (40, 95),
 }
-"""When each fault begins, of three trainings with a known one and four with a new one."""
+"""When each fault begins, of two trainings with it."""
 
-WITHOUT = {"tied head broken": "gpt_neox", "large heads": "qwen3"}
-"""Which architecture cannot have a fault: GPT-NeoX has no tied head, Qwen3 normalises scores."""
+ONLY_IN = {"tied head broken": "qwen3", "large heads": "gpt_neox"}
+"""Faults that only one architecture can have: GPT-NeoX ties no head, Qwen3 normalises scores."""
 
 
 def fresh_faulty() -> list[Training]:
-    """Trainings with faults, known and new."""
+    """Two trainings with each fault, known or new."""
     trainings: list[Training] = []
     for place, (fault, beginnings) in enumerate(FRESH_BEGINNINGS.items()):
-        architectures = [name for name in OTHER_ARCHITECTURES if name != WITHOUT.get(fault)]
         for number, begins in enumerate(beginnings):
-            # Each fault meets the architectures, data sets and rates in another order.
-            architecture = architectures[(place + number) % len(architectures)]
+            # Each fault meets two data sets, and both architectures.
+            architecture = ONLY_IN.get(fault, OTHER_ARCHITECTURES[(place + number) % 2])
             data = OTHER_DATA[(place + number) % 3]
             if fault == "documents see each other":
                 data = "phrases"
-            rate = HIGH.get(fault, OTHER_RATES[1:3] * 2)[number]
+            rate = HIGH.get(fault, OTHER_RATES[1:3])[number]
             seed = 2000 + 10 * place + number
             trainings.append(Training(architecture, data, rate, seed, fault, begins))
     return trainings
