@@ -1,5 +1,4 @@
-"""What alarms find in tiny trainings: `python -m benchmarks.trainings record|calibrate|judge DIR`,
-and what they cost: `python -m benchmarks.trainings price`.
+"""What alarms find in tiny trainings: `python -m benchmarks.trainings record|calibrate|judge DIR`.
 
 `record` runs sound trainings and some with planted faults, each some seconds on one core, and
 keeps what was measured in DIR. `calibrate` writes the thresholds of the rules from half of the
@@ -18,7 +17,6 @@ from transformers.utils import logging
 from benchmarks.trainings.faults import plant
 from benchmarks.trainings.judge import calibrate, judged, table
 from benchmarks.trainings.plan import FIRST, FRESH
-from benchmarks.trainings.price import price
 from benchmarks.trainings.training import Recording, Training, run
 from headcount.workers.process import prepare_process
 
@@ -29,14 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("record", "calibrate", "judge", "price"))
+    parser.add_argument("what", choices=("record", "calibrate", "judge"))
     parser.add_argument("directory", type=Path, nargs="?", default=Path("trainings"),
                         help="where the recordings lie")  # fmt: skip
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.what == "price":
-        print(price())
-    elif options.what == "record":
+    if options.what == "record":
         record(options.directory)
     elif options.what == "calibrate":
         calibrate(read(options.directory, FIRST))
