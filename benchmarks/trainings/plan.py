@@ -11,7 +11,17 @@ SOUND = [
     for seed in range(5)
     for architecture, data, rate in product(ARCHITECTURES, ("repeats", "phrases"), RATES)
 ]
-"""The half of these that calibrates the rules has every architecture, data set and rate."""
+
+NARROW = [
+    Training(architecture, data, rate, 50 + number, narrow=True)
+    for number, (architecture, data, rate) in enumerate(
+        product(ARCHITECTURES, ("repeats", "phrases"), RATES)
+    )
+]
+"""Sound trainings in bfloat16, as mixed precision does it."""
+
+CALIBRATING = [*SOUND[::2], *NARROW]
+"""The half of the sound ones has every architecture, data set and rate."""
 
 BEGINNINGS = {
     "bad shard": (100, 110, 120, 130, 140),
@@ -105,5 +115,5 @@ def fresh_faulty() -> list[Training]:
     return trainings
 
 
-FIRST = [*SOUND, *faulty()]
+FIRST = [*SOUND, *NARROW, *faulty()]
 FRESH = [*FRESH_SOUND, *fresh_faulty()]

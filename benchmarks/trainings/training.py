@@ -1,13 +1,14 @@
 """One tiny training, sound or with a planted fault, measured every few steps."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import AdamW
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
@@ -40,11 +41,13 @@ class Training:
     seed: int
     fault: str | None = None
     begins: int = 0  # the step at which the fault begins
+    narrow: bool = False  # bfloat16, the optimizer's own copies and state in float32
 
     @property
     def key(self) -> str:
         """The name of its file."""
         fault = f"{self.fault}-{self.begins}" if self.fault else "sound"
+        fault += "-narrow" if self.narrow else ""
         words = f"{self.architecture}-{self.data}-{self.rate:g}-{self.seed}-{fault}"
         return words.replace(" ", "-")
 
@@ -52,6 +55,7 @@ class Training:
     def name(self) -> str:
         """All of it in one line."""
         fault = f"{self.fault} from step {self.begins}" if self.fault else "sound"
+        fault += " in bfloat16" if self.narrow else ""
         return f"{self.architecture}, {self.data}, rate {self.rate:g}, seed {self.seed}: {fault}"
 
 
@@ -127,12 +131,36 @@ def attention_of(layer: nn.Module) -> Any:  # noqa: ANN401 - likewise
     return next(part for name, part in layer.named_children() if name in names)
 
 
+class AdamWOfCopies(AdamW):
+    """AdamW on float32 copies of narrow weights, as mixed precision needs it."""
+
+    def __init__(self, weights: Iterable[nn.Parameter], *options: Any, **more: Any) -> None:  # noqa: ANN401 - AdamW's own
+        self.weights = [*weights]
+        self.copies = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        super().__init__(self.copies, *options, **more)
+
+    def step(self, closure: None = None) -> None:
+        """Learn in float32, and round once."""
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            assert weight.grad is not None
+            copy.grad = weight.grad.float()
+            weight.grad = None
+        super().step(closure)
+        with torch.no_grad():
+            for weight, copy in zip(self.weights, self.copies, strict=True):
+                weight.copy_(copy)
+
+
 def start(training: Training) -> Setting:
     """A training before its first step, in which nothing is wrong but its rate."""
     model = make_model(training.architecture, training.seed, training.fault == "large heads")
     data = DATA[training.data]()
     generator = torch.Generator().manual_seed(training.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), training.rate, (0.9, 0.95), weight_decay=0.01)
+    make_optimizer = AdamW
+    if training.narrow:
+        model.to(torch.bfloat16)
+        make_optimizer = AdamWOfCopies
+    optimizer = make_optimizer(model.parameters(), training.rate, (0.9, 0.95), weight_decay=0.01)
 
     def batch(step: int) -> dict[str, Any]:
         tokens = data.draw(SEQUENCES, generator)

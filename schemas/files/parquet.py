@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headcount.schemas.places import OpenFile
+from headcount.schemas.places import OpenFile, Place, open_at_once
 
 SMALL_BYTES = 32_768  # of a table that is written without compression
 
@@ -33,6 +33,12 @@ def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
             array = pa.ListArray.from_arrays(offsets, array)
         arrays.append(array if array.type == field.type else array.cast(field.type))
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def read_table(file: Place) -> pa.Table:
+    """The table of a file, which from a store is fetched in one request."""
+    with open_at_once(file) as content:
+        return pq.read_table(content)
 
 
 def parquet_bytes(table: pa.Table, row_group_size: int | None = None) -> pa.Buffer:

@@ -125,7 +125,7 @@ def entropy_collapse(history: History) -> np.ndarray:
 
     mean over the layer's heads of entropy_normalised.
     """
-    return np.nanmean(history.of("entropy_normalised"), axis=2, keepdims=True)
+    return history.by_layer("entropy_normalised")
 
 
 @rule(
@@ -158,7 +158,7 @@ def sink_onset(history: History) -> np.ndarray:
 
     mean over the layer's heads of sink_mass, above its smallest so far.
     """
-    masses = np.nanmean(history.of("sink_mass"), axis=2, keepdims=True)
+    masses = history.by_layer("sink_mass")
     return masses - np.minimum.accumulate(masses)
 
 
@@ -173,7 +173,7 @@ def sink_loss(history: History) -> np.ndarray:
 
     mean over the layer's heads of sink_mass, below its largest so far.
     """
-    masses = np.nanmean(history.of("sink_mass"), axis=2, keepdims=True)
+    masses = history.by_layer("sink_mass")
     return np.maximum.accumulate(masses) - masses
 
 
@@ -189,8 +189,8 @@ def massive_growth(history: History) -> np.ndarray:
 
     sink_resid_post_norm / resid_post_norm of the layer, over its smallest ratio so far.
     """
-    first, all_tokens = history.of("sink_resid_post_norm"), history.of("resid_post_norm")
-    ratios = np.nanmean(first / all_tokens, axis=2, keepdims=True)
+    # A norm of the stream is the same for all heads of a layer.
+    ratios = history.by_layer("sink_resid_post_norm") / history.by_layer("resid_post_norm")
     return ratios / np.minimum.accumulate(ratios)
 
 
