@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.trainings.faults import FAULTS
-from benchmarks.trainings.plan import CALIBRATING, FRESH
+from benchmarks.trainings.plan import CALIBRATING, FRESH_SOUND, SOUND
 from benchmarks.trainings.training import EVERY, STEPS, Recording
 from headcount.schemas.watch.alarms import alarms, readings_of
 from headcount.schemas.watch.history import History
@@ -109,7 +109,7 @@ def _bands(recordings: Sequence[Recording]) -> dict[tuple[str, str], np.ndarray]
     losses = defaultdict[tuple[str, str], list[np.ndarray]](list)
     for recording in recordings:
         training = recording.training
-        if training.fault is None and (training in CALIBRATING or training in FRESH):
+        if training in SOUND[::2] or training in FRESH_SOUND:
             losses[training.architecture, training.data].append(_smooth(recording.losses))
     return {
         of: np.mean(each, axis=0) + SPREADS * np.std(each, axis=0) for of, each in losses.items()
