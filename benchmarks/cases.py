@@ -12,9 +12,12 @@ import psutil
 from benchmarks.ways import make_gpt2_small, make_llama
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 
-CASES = {"cpu": ("speed", "grouped", "effects", "batch", "n_ctx"), "cuda": ("gpu", "n_ctx")}
-"""What is run on each device: ratios, ratios of a model of today's kind, what gradients cost,
-curves against the batch and against the length, best batches of a GPU.
+CASES = {
+    "cpu": ("speed", "grouped", "effects", "training", "batch", "n_ctx"),
+    "cuda": ("gpu", "n_ctx"),
+}
+"""What is run on each device: ratios, ratios of a model of today's kind, what gradients cost, what
+watching a training costs, curves against the batch and against the length, best batches of a GPU.
 """
 
 SHOWN = "bfloat16_linears"
@@ -49,6 +52,8 @@ class Sizes:
     """A small model without learned positions, so its weights do not grow with `n_ctx`."""
     grouped: dict[str, int]
     """A model as those of today: wide, rotary, its query heads sharing keys."""
+    trained: dict[str, int]
+    """A small GPT-2 that is trained, and watched."""
     main: Shape
     """Where headcount is compared with every other way."""
     short: Shape
@@ -59,6 +64,8 @@ class Sizes:
     lengths: tuple[int, ...]
     grouped_lengths: tuple[int, ...]
     """Of one sequence through the grouped model."""
+    trained_on: Shape
+    """A step's batch, and as many tokens as are measured."""
     product_rows: int
     """Rows of the square matrices whose product shows what the machine can do."""
     first_batch: int
@@ -73,6 +80,7 @@ class Sizes:
             "llama": self.llama,
             "rotary": self.rotary,
             "grouped": self.grouped,
+            "trained": self.trained,
         }
 
     def make_models(self, directory: Path) -> dict[str, Path]:
@@ -82,6 +90,7 @@ class Sizes:
             "llama": make_llama(directory / "llama", **self.llama),
             "rotary": make_llama(directory / "rotary", **self.rotary),
             "grouped": make_llama(directory / "grouped", **self.grouped),
+            "trained": make_gpt2_small(directory / "trained", **self.trained),
         }
 
     def heads(self, model: str) -> int:
@@ -110,8 +119,9 @@ FULL = Sizes(
         "hidden_size": 1024, "intermediate_size": 2816, "max_position_embeddings": 8192,
         "vocab_size": 32000,
     },
+    trained={"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256, "vocab_size": 1024},
     grouped_lengths=(1024, 2048, 8192), product_rows=4096,
-    main=(4, 1024), short=(32, 128), batches=(1, 2, 4, 8), cached=(1, 2, 4),
+    trained_on=(8, 256), main=(4, 1024), short=(32, 128), batches=(1, 2, 4, 8), cached=(1, 2, 4),
     lengths=(128, 256, 512, 1024, 2048, 4096, 8192), first_batch=16, backend="inductor",
 )  # fmt: skip
 
@@ -133,8 +143,9 @@ QUICK = Sizes(
         "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128,
         "vocab_size": 101,
     },
+    trained={"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 101},
     grouped_lengths=(128,), product_rows=128,
-    main=(2, 64), short=(4, 32), batches=(2,), cached=(2,),
+    trained_on=(2, 64), main=(2, 64), short=(4, 32), batches=(2,), cached=(2,),
     lengths=(256, 1024), first_batch=1, backend="eager",
 )  # fmt: skip
 
@@ -151,6 +162,7 @@ def cells(case: str, sizes: Sizes) -> list[Cell]:
         "speed": _speed_cells,
         "grouped": _grouped_cells,
         "effects": _effect_cells,
+        "training": _training_cells,
         "batch": _batch_cells,
         "n_ctx": _length_cells,
         "gpu": lambda sizes: [],
@@ -186,6 +198,12 @@ def _effect_cells(sizes: Sizes) -> list[Cell]:
     """Passes forward and backward through GPT-2, beside a forward pass that knows its loss."""
     ways = ("bare_loss", "gradients", "direct_effects", "all_effects")
     return [Cell("gpt2", way, "float32", *sizes.main) for way in ways]
+
+
+def _training_cells(sizes: Sizes) -> list[Cell]:
+    """A step of a training, and what a callback does at some of them."""
+    ways = ("training_step", "watching")
+    return [Cell("trained", way, "float32", *sizes.trained_on) for way in ways]
 
 
 def _batch_cells(sizes: Sizes) -> list[Cell]:

@@ -38,6 +38,7 @@ MODELS = {
     "SwiGLU",
     "rotary": "a small Llama for long sequences",
     "grouped": "a wide Llama of few layers, its query heads sharing keys in fours",
+    "trained": "a small GPT-2 that is trained and watched",
 }
 """What each model of the benchmark is."""
 

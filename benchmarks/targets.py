@@ -1,5 +1,6 @@
 """What has to be reached: every row of the benchmark's table, and what is measured of it."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from statistics import linear_regression, median
 
 from benchmarks.cases import SHOWN, Cell, Shape, Sizes, product_cell
 from benchmarks.ways import bare_format
+from headcount import MeasureCallback
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 
 PEAK_FLOPS = 790e12
@@ -135,6 +137,8 @@ class Target:
             return NOT_MEASURED
         if self.unit == "tokens/s":
             return f"{value:,.0f} tokens/s"
+        if self.unit == "%":
+            return f"{value:.2%}"
         # 1/6.6 is easier to compare with 1/6 than 0.152 with 0.167.
         if self.at_most is not None and max(self.at_most, value) < 0.5:
             return f"1/{1 / value:.3g} ×"
@@ -178,6 +182,7 @@ def targets(sizes: Sizes) -> list[Target]:
         *_effects_on_cpu(sizes),
         *_llama_on_cpu(sizes),
         *_grouped_on_cpu(sizes),
+        _watching_on_cpu(sizes),
     ]
     return [
         *(replace(target, device="cpu") for target in on_cpu),
@@ -304,6 +309,25 @@ def _grouped_on_cpu(sizes: Sizes) -> list[Target]:
             Target(f"{setting}: peak memory", "bare", _memory(fused, bare), at_most=1.05),
         ]
     return rows
+
+
+def _watching_on_cpu(sizes: Sizes) -> Target:
+    """What the callback takes of a training, at its default interval.
+
+    A measurement is timed beside a step, because its share is far below what two whole trainings
+    differ by.
+    """
+    every = inspect.signature(MeasureCallback).parameters["every"].default
+    step = Cell("trained", "training_step", "float32", *sizes.trained_on)
+    watching = replace(step, way="watching")
+
+    def share(results: Results) -> float | None:
+        ratio = results.speed(step, watching)
+        return None if ratio is None else ratio / every
+
+    setting = f"GPT-2 in training, CPU, {_shown(sizes.trained_on)}, float32"
+    row = f"{setting}, watched every {every} steps: time"
+    return Target(row, "the steps alone", share, at_most=0.02, unit="%")
 
 
 def _growth(sizes: Sizes) -> Target:

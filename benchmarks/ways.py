@@ -8,6 +8,7 @@ what they cost on text.
 import json
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
+from headcount import watch
 from headcount.schemas.formulas import evaluate
 from headcount.schemas.measured_heads import find_heads
 from headcount.schemas.scans.precision import PRECISIONS
@@ -139,6 +141,37 @@ def _effects(path: Path, device: str, precision: str, statistics: str) -> Run:
     return run
 
 
+def training_step(path: Path, device: str, precision: str) -> Run:
+    """A step of a training: forward, backward, AdamW."""
+    model = _hugging_face(path, device, precision, AutoModelForCausalLM)
+    optimizer = torch.optim.AdamW(model.train().requires_grad_().parameters(), 1e-3)
+
+    def run(tokens: Tensor) -> object:
+        # Tensors of inference mode can never have gradients.
+        with torch.inference_mode(False):
+            batch = tokens.clone()
+            model(batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def watching(path: Path, device: str, precision: str) -> Run:
+    """`headcount.watch`: what a callback does in a training at the steps that it measures."""
+    model = _hugging_face(path, device, precision, AutoModelForCausalLM).train()
+    steps = count()
+    rang: list[object] = []  # the weights stay as they are, which rings
+
+    def run(tokens: Tensor) -> object:
+        with torch.inference_mode(False):
+            batch = tokens.clone()
+            inputs = {"input_ids": batch, "labels": batch}
+            return watch(model, batch, next(steps), batch=inputs, on_alarm=rang.append)
+
+    return run
+
+
 def run_with_cache(path: Path, device: str, precision: str) -> Run:
     """TransformerLens's run_with_cache, then the same statistics from the cache, all in float32."""
     model = load_model(describe(path), "raw", device)
@@ -190,7 +223,7 @@ WAYS: dict[str, Way] = {
     way.__name__: way
     for way in (
         *(bare, bare_same_products, compiled, fused, run_with_cache, product),
-        *(bare_loss, gradients, direct_effects, all_effects),
+        *(bare_loss, gradients, direct_effects, all_effects, training_step, watching),
     )
 }
 

@@ -37,8 +37,10 @@ WRAPPERS = ("_orig_mod", "module")  # where compilers and data parallelism keep 
 PATCHES = ("forward", "_original_forward", "_old_forward")
 """Attributes by which libraries replace the `forward` of one module, for example to cast it."""
 
-Layout = tuple[tuple[str, int, torch.dtype, torch.Size], ...]
-"""Where each tensor of some modules lies. As long as it is the same, what shares them is right."""
+Layout = tuple[tuple[Any, ...], ...]
+"""Where each tensor of some modules lies, and the numbers that they are set to, such as a scale. As
+long as it is the same, what was copied of them is right.
+"""
 
 
 @dataclass
@@ -224,9 +226,17 @@ def _is_bridge(modules: nn.Module) -> bool:
 
 def _layout(modules: nn.Module) -> Layout:
     named_tensors = chain(modules.named_parameters(), modules.named_buffers())
-    return tuple(
+    tensors = [
         (name, tensor.data_ptr(), tensor.dtype, tensor.shape) for name, tensor in named_tensors
-    )
+    ]
+    # A training changes the mode of modules all the time, and it is not copied.
+    numbers = [
+        (place, name, value)
+        for place, part in modules.named_modules()
+        for name, value in vars(part).items()
+        if type(value) in (int, float, bool) and name != "training"
+    ]
+    return (*tensors, *numbers)
 
 
 def _addresses(weights: Iterable[Tensor]) -> set[int]:

@@ -16,18 +16,17 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from headcount.schemas.arguments import Location, checked
 from headcount.schemas.errors import HeadcountError, ModelError, ScanError, counted
 from headcount.schemas.files.parquet import parquet_bytes
-from headcount.schemas.places import Place, names, place, write_whole
+from headcount.schemas.places import Place, place, write_whole
 from headcount.schemas.reasons import reason
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.values import Count
-from headcount.schemas.watch.history import STEP_FILE, MeasuredStep, measured_step
+from headcount.schemas.watch.history import MeasuredStep, measured_step, read_table, step_files
 from headcount.schemas.watch.rules import WATCHED
 from headcount.workers.measure_api import GIVEN, measure, whole_sequences
 from headcount.workers.watching import (
@@ -124,8 +123,10 @@ class MeasureCallback(TrainerCallback):
         except Exception as error:
             self._fail(step, error)
             return
-        earlier = [_read(file) for other, file in files.items() if other < step]
-        self._watcher = Watcher([measured_step(rows["step"][0].as_py(), rows) for rows in earlier])
+        earlier = {other: file for other, file in files.items() if other < step}
+        self._watcher = Watcher(
+            [measured_step(other, read_table(file)) for other, file in earlier.items()]
+        )
         self._keep(step, rows, [file for other, file in files.items() if other > step])
         self._tell(step, rows, control)
 
@@ -211,20 +212,17 @@ class MeasureCallback(TrainerCallback):
 
     def _files_of_steps(self) -> dict[int, Place]:
         """The files in `out`, by step; none if it cannot be read: writing says why."""
-        if self.out is None:
-            return {}
         try:
-            matches = [STEP_FILE.fullmatch(name) for name in names(self.out)]
+            return {} if self.out is None else step_files(self.out)
         except (OSError, HeadcountError):
             return {}
-        return {int(match[1]): self.out / match[0] for match in matches if match is not None}
 
     def _check_continues(self, files: dict[int, Place], step: int, rows: pa.Table) -> None:
         """Refuse to go on, from a checkpoint, in the files of another training."""
         before = max((other for other in files if other <= step), default=None)
         if before is None:
             return
-        earlier = _read(files[before])
+        earlier = read_table(files[before])
         is_same = earlier.column_names == rows.column_names and earlier.num_rows == rows.num_rows
         if is_same and before == step:
             is_same = all(
@@ -250,11 +248,6 @@ class MeasureCallback(TrainerCallback):
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _read(file: Place) -> pa.Table:
-    """The rows of a step."""
-    return pq.read_table(pa.BufferReader(file.read_bytes()))
 
 
 def _calling_trainer() -> object | None:

@@ -1,9 +1,9 @@
-"""What alarms find in tiny trainings: `python -m benchmarks.trainings record|calibrate|judge DIR`,
-and what they cost: `python -m benchmarks.trainings price`.
+"""What alarms find in tiny trainings: `python -m benchmarks.trainings record|calibrate|judge DIR`.
 
-`record` runs 60 sound trainings and 40 with planted faults, each some seconds on one core, and
+`record` runs sound trainings and some with planted faults, each some seconds on one core, and
 keeps what was measured in DIR. `calibrate` writes the thresholds of the rules from half of the
-sound ones. `judge` says what the rules find in all others: the table of docs/guide/training.md.
+first sound ones. `judge` says what the rules find in all others, the first ones and the fresh ones:
+the tables of docs/guide/training.md.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from benchmarks.trainings.faults import plant
 from benchmarks.trainings.judge import calibrate, judged, table
-from benchmarks.trainings.plan import TRAININGS
-from benchmarks.trainings.price import price
-from benchmarks.trainings.training import Recording, run
+from benchmarks.trainings.plan import FIRST, FRESH
+from benchmarks.trainings.training import Recording, Training, run
 from headcount.workers.process import prepare_process
 
 
@@ -27,48 +27,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("record", "calibrate", "judge", "price"))
-    parser.add_argument(
-        "directory",
-        type=Path,
-        nargs="?",
-        default=Path("trainings"),
-        help="where the recordings lie",
-    )
+    parser.add_argument("what", choices=("record", "calibrate", "judge"))
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("trainings"),
+                        help="where the recordings lie")  # fmt: skip
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.what == "price":
-        print(price())
-        return
     if options.what == "record":
         record(options.directory)
-        return
-    recordings = read(options.directory)
-    if options.what == "calibrate":
-        calibrate(recordings)
+    elif options.what == "calibrate":
+        calibrate(read(options.directory, FIRST))
     else:
-        print(table(judged(recordings)))
+        for title, trainings in (("First", FIRST), ("Fresh", FRESH)):
+            recordings = read(options.directory, trainings)
+            print(f"{title}\n\n{table(judged(recordings))}\n")
 
 
 def record(directory: Path) -> None:
-    """Run the trainings that the directory does not have."""
+    """Run the trainings that the directory does not have, the fresh ones first."""
     logging.set_verbosity_error()
     directory.mkdir(parents=True, exist_ok=True)
-    for number, training in enumerate(TRAININGS):
+    trainings = [*FRESH, *FIRST]
+    for number, training in enumerate(trainings):
         file = directory / f"{training.key}.pickle"
         if file.exists():
             continue
-        recording = run(training)
+        recording = run(training, plant)
         file.write_bytes(pickle.dumps(recording))
-        print(
-            f"{number + 1} of {len(TRAININGS)}  {recording.seconds:4.1f} s  {training.name}",
-            flush=True,
-        )
+        place = f"{number + 1} of {len(trainings)}"
+        print(f"{place}  {recording.seconds:4.1f} s  {training.name}", flush=True)
 
 
-def read(directory: Path) -> list[Recording]:
-    """The recordings of all trainings, in their order."""
-    files = [directory / f"{training.key}.pickle" for training in TRAININGS]
+def read(directory: Path, trainings: Sequence[Training]) -> list[Recording]:
+    """The recordings of some trainings, in their order."""
+    files = [directory / f"{training.key}.pickle" for training in trainings]
     return [pickle.loads(file.read_bytes()) for file in files if file.exists()]
 
 

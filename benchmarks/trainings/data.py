@@ -1,4 +1,4 @@
-"""Two synthetic data sets. Both repeat themselves, so that models learn to copy."""
+"""Three synthetic data sets. All repeat themselves, so that models learn to copy."""
 
 import torch
 from torch import Tensor
@@ -44,9 +44,35 @@ class Phrases:
         return torch.stack(documents).view(sequences, N_CTX)
 
 
-DATA = {"repeats": Repeats, "phrases": Phrases}
+class Words:
+    """Words of a lexicon, of two to five tokens each, drawn by Zipf's law."""
+
+    packed = False
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        lengths = torch.randint(2, 6, (40,), generator=generator).tolist()
+        self.lexicon = [
+            torch.randint(1, D_VOCAB, (length,), generator=generator) for length in lengths
+        ]
+        self.frequencies = 1 / torch.arange(1, len(lengths) + 1, dtype=torch.float64)
+
+    def draw(self, sequences: int, generator: torch.Generator) -> Tensor:
+        """Sequences `[sequence pos]`; the last word of each may be cut."""
+        shape = sequences, N_CTX // 2
+        numbers = torch.multinomial(
+            self.frequencies, shape[0] * shape[1], True, generator=generator
+        )
+        texts = [
+            torch.cat([self.lexicon[word] for word in row])[:N_CTX]
+            for row in numbers.view(shape).tolist()
+        ]
+        return torch.stack(texts)
 
 
-def bad_shard(sequences: int, generator: torch.Generator) -> Tensor:
+DATA = {"repeats": Repeats, "phrases": Phrases, "words": Words}
+
+
+def random_text(sequences: int, generator: torch.Generator) -> Tensor:
     """Text of a shard that was written wrongly: random tokens, none of which tells the next."""
     return torch.randint(1, D_VOCAB, (sequences, N_CTX), generator=generator)

@@ -8,14 +8,12 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.trainings.plan import FAULTS, SOUND
+from benchmarks.trainings.faults import FAULTS
+from benchmarks.trainings.plan import CALIBRATING, FRESH_SOUND, SOUND
 from benchmarks.trainings.training import EVERY, STEPS, Recording
 from headcount.schemas.watch.alarms import alarms, readings_of
 from headcount.schemas.watch.history import History
 from headcount.schemas.watch.rules import RULES, THRESHOLDS
-
-CALIBRATING = SOUND[::2]
-"""Half of the sound trainings, of every architecture, data set and rate."""
 
 SPREADS = 3  # standard deviations above the mean loss of sound trainings: the band's upper edge
 
@@ -32,9 +30,8 @@ def calibrate(recordings: Sequence[Recording]) -> None:
             for recording in sound:
                 readings = readings_of(rule, History(recording.measured))
                 if readings is not None and not np.isnan(readings).all():
-                    extremes.append(sign * float(np.nanmax(sign * readings)))
-            # No sound training is in half precision.
-            extreme = sign * max((sign * value for value in extremes), default=0)
+                    extremes.append(float(np.nanmax(sign * readings)))
+            extreme = sign * max(extremes)
             beyond = max(extreme, rule.least) * rule.margin
             threshold = beyond if sign > 0 else extreme / rule.margin
             writer.writerow((rule.name, f"{extreme:.4g}", len(extremes), f"{threshold:.3g}"))
@@ -44,25 +41,40 @@ def calibrate(recordings: Sequence[Recording]) -> None:
 class Judgement:
     """What the rules found in one training."""
 
-    name: str
-    fault: str | None
-    begins: int
-    rang: tuple[tuple[str, int], ...]  # rules, and the steps at which they rang
+    recording: Recording
+    rang: dict[str, int]  # rules that are no notices, and the steps at which they rang
     left: int | None  # the step at which the loss left its band
 
     @property
     def named_at(self) -> int | None:
         """The step at which a right rule rang; None if none did."""
-        right = FAULTS.get(self.fault or "", ())
-        steps = [step for rule, step in self.rang if rule in right and step >= self.begins]
-        return min(steps, default=None)
+        training = self.recording.training
+        right = FAULTS[training.fault].right if training.fault else ()
+        return self._first([rule for rule in self.rang if rule in right])
+
+    @property
+    def rang_at(self) -> int | None:
+        """The step at which any rule rang after the fault had begun; None if none did."""
+        return self._first(self.rang)
+
+    def _first(self, rules: Sequence[str] | dict[str, int]) -> int | None:
+        # What rang before the fault began is a false alarm.
+        steps = [self.rang[rule] for rule in rules]
+        begins = self.recording.training.begins
+        return min((step for step in steps if step >= begins), default=None)
 
     @property
     def lead(self) -> float | None:
         """Which share of the run lies between the alarm and the loss; None if either is missing."""
-        if self.named_at is None or self.left is None:
+        if self.rang_at is None or self.left is None:
             return None
-        return (self.left - self.named_at) / STEPS
+        return (self.left - self.rang_at) / STEPS
+
+    def __str__(self) -> str:
+        rang = ", ".join(f"{rule} at {step}" for rule, step in self.rang.items()) or "nothing rang"
+        left = "stayed in its band" if self.left is None else f"left its band at {self.left}"
+        ended = f"; measuring ended: {self.recording.refusal}" if self.recording.refusal else ""
+        return f"{self.recording.training.name}: {rang}; loss {left}{ended}"
 
 
 def judged(recordings: Sequence[Recording]) -> list[Judgement]:
@@ -73,68 +85,83 @@ def judged(recordings: Sequence[Recording]) -> list[Judgement]:
         training = recording.training
         if training in CALIBRATING:
             continue
-        rung = [alarm for alarm in alarms(recording.measured) if not alarm.is_notice]
-        rang = tuple((alarm.rule, alarm.step) for alarm in rung)
+        rung = alarms(recording.measured)
+        rang = {alarm.rule: alarm.step for alarm in rung if not alarm.is_notice}
         edge = bands[training.architecture, training.data]
         beyond = np.flatnonzero(_smooth(recording.losses) > edge)
         # What was wrong before the fault began is none of it.
         left = [step for step in ((beyond + 1) * EVERY).tolist() if step > training.begins]
-        judgements.append(
-            Judgement(training.name, training.fault, training.begins, rang, min(left, default=None))
-        )
+        judgements.append(Judgement(recording, rang, min(left, default=None)))
     return judgements
 
 
 def _smooth(losses: Sequence[float]) -> np.ndarray:
-    """Mean losses of the steps between two measured ones."""
+    """Mean losses of each ten steps."""
     return np.array(losses).reshape(-1, EVERY).mean(axis=1)
 
 
 def _bands(recordings: Sequence[Recording]) -> dict[tuple[str, str], np.ndarray]:
-    """The band's upper edge at each measured step, for each architecture and data set.
+    """The band's upper edge at each tenth step, for each architecture and data set.
 
     It is as wide as the sound trainings of all rates: what is slower than the slowest rate has
-    left it.
+    left it. A band judges no rule, so fresh trainings have a band of their own.
     """
     losses = defaultdict[tuple[str, str], list[np.ndarray]](list)
     for recording in recordings:
         training = recording.training
-        if training in CALIBRATING:
+        if training in SOUND[::2] or training in FRESH_SOUND:
             losses[training.architecture, training.data].append(_smooth(recording.losses))
     return {
         of: np.mean(each, axis=0) + SPREADS * np.std(each, axis=0) for of, each in losses.items()
     }
 
 
+HEAD = (
+    "fault", "named", "by another rule", "not found", "rules", "steps after it began",
+    "loss left its band", "lead, of the run",
+)  # fmt: skip
+
+
 def table(judgements: Sequence[Judgement]) -> str:
-    """The table of the guide, in Markdown."""
-    sound = [each for each in judgements if each.fault is None]
-    alarmed = [each for each in sound if each.rang]
-    faulty = [each for each in judgements if each.fault is not None]
-    named = [each for each in faulty if each.named_at is not None]
-    rows = ["| fault | named | by | steps after it began | loss left its band | lead, of the run |"]
-    rows.append("|---|---|---|---|---|---|")
-    for fault, right in FAULTS.items():
-        of_fault = [each for each in faulty if each.fault == fault]
-        found = [each for each in of_fault if each.named_at is not None]
-        delays = [each.named_at - each.begins for each in found if each.named_at is not None]
-        leads = [each.lead for each in of_fault if each.lead is not None]
-        left = sum(each.left is not None for each in of_fault)
-        rules = [rule for rule in right if any(rule in dict(each.rang) for each in found)]
-        rows.append(
-            f"| {fault} | {len(found)} of {len(of_fault)} | {', '.join(f'`{r}`' for r in rules)} | "
-            f"{f'{median(delays):g}' if delays else ''} | {left} of {len(of_fault)} | "
-            f"{f'{median(leads):.0%}' if leads else 'never left'} |"
-        )
-    leads = [each.lead for each in faulty if each.lead is not None]
-    silent = sum(each.named_at is not None and each.left is None for each in faulty)
-    rows.append("")
+    """A table of the guide, in Markdown, and below it each training that went otherwise."""
+    sound = [each for each in judgements if each.recording.training.fault is None]
+    faulty = [each for each in judgements if each.recording.training.fault is not None]
+    bounds = [
+        (each.left - each.recording.training.begins) / STEPS
+        for each in faulty
+        if each.left is not None
+    ]
+    rows = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    for name, fault in FAULTS.items():
+        of_fault = [each for each in faulty if each.recording.training.fault == name]
+        if of_fault:
+            rows.append(f"| {' | '.join([fault.meaning, *_counts(of_fault)])} |")
+    rows.append(f"| all | {' | '.join(_counts(faulty))} |")
+    false = [each for each in sound if each.rang]
     rows.append(
-        f"Alarms in {len(alarmed)} of {len(sound)} sound trainings that calibrated nothing. "
-        f"{len(named)} of {len(faulty)} faults were named by a right rule. In {len(leads)} of "
-        f"these the loss left its band, a median of {median(leads):.0%} of the run after the "
-        f"alarm; in {silent} it never did."
+        f"\nAlarms in {len(false)} of {len(sound)} sound trainings. The loss left its band a "
+        f"median of {median(bounds):.0%} of the run after a fault began; no alarm leads by more.\n"
     )
-    rows += [f"\n{each.name}: {each.rang}, loss left {each.left}" for each in alarmed]
-    rows += [f"\nnot named: {each.name}: {each.rang}" for each in faulty if each.named_at is None]
+    rows += [f"* {each}" for each in false]
+    rows += [f"* {each}" for each in faulty if each.named_at is None]
     return "\n".join(rows)
+
+
+def _counts(faulty: Sequence[Judgement]) -> list[str]:
+    """What was found in some trainings with faults: the columns of the table."""
+    named = [each for each in faulty if each.named_at is not None]
+    another = [each for each in faulty if each.named_at is None and each.rang_at is not None]
+    delays = [
+        each.rang_at - each.recording.training.begins for each in faulty if each.rang_at is not None
+    ]
+    leads = [each.lead for each in faulty if each.lead is not None]
+    rules = sorted({rule for each in faulty for rule in each.rang})
+    return [
+        f"{len(named)} of {len(faulty)}",
+        str(len(another)),
+        str(len(faulty) - len(named) - len(another)),
+        ", ".join(f"`{rule}`" for rule in rules),
+        f"{median(delays):g}" if delays else "",
+        str(sum(each.left is not None for each in faulty)),
+        f"{median(leads):.0%}" if leads else "",
+    ]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 
 from headcount.jobs.api import run_scan
@@ -21,7 +20,7 @@ from headcount.schemas.places import Place, absolute, names, unread
 from headcount.schemas.scans.scan_file import read_fields
 from headcount.schemas.scans.training_step import training_step
 from headcount.schemas.watch.alarms import Alarm
-from headcount.schemas.watch.history import STEP_FILE, MeasuredStep, measured_step
+from headcount.schemas.watch.history import MeasuredStep, measured_step, read_table, step_files
 from headcount.schemas.watch.rules import WATCHED
 from headcount.workers.model.info.model_files import CONFIG
 from headcount.workers.model.info.weight_norms import facts_of_files
@@ -45,13 +44,11 @@ def measured_steps(directory: str, scan: Path | None, runs: str) -> list[Measure
     """
     where = absolute(directory)
     try:
-        listed = names(where)
+        files, listed = step_files(where), names(where)
     except OSError as error:
         raise unread(where, error) from None
-    step_files = [name for name in listed if STEP_FILE.fullmatch(name)]
-    if step_files:
-        tables = [_rows(where / name) for name in step_files]
-        return [measured_step(rows["step"][0].as_py(), rows) for rows in tables]
+    if files:
+        return [measured_step(step, read_table(file)) for step, file in files.items()]
     checkpoints = _checkpoints(where)
     if checkpoints:
         return _of_checkpoints(checkpoints, _fields(scan), f"{where.name}-watch", runs)
@@ -131,11 +128,8 @@ def _rows_of(run: RunDirectory) -> pa.Table:
     }
     if not paths:
         raise RunError(f"{run.path}: no committed rows of the model without an intervention")
-    return pa.concat_tables([_rows(run.path / path) for path in paths], promote_options="default")
-
-
-def _rows(file: Place) -> pa.Table:
-    return pq.read_table(pa.BufferReader(file.read_bytes()))
+    tables = [read_table(run.path / path) for path in paths]
+    return pa.concat_tables(tables, promote_options="default")
 
 
 def report(rang: Sequence[Alarm], measured: Sequence[MeasuredStep]) -> str:

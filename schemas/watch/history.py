@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headcount.schemas.places import Place, names, open_at_once
 
 FACTS = b"headcount.facts"  # where the file of a step keeps what its rows do not say
 
-STEP_FILE = re.compile(
-    r"step-(\d{9,})\.parquet"
-)  # the name of a step's file, in a callback's `out`
+STEP_FILE = re.compile(r"step-(\d{9,})\.parquet")  # the name of a step's file
 
 LAYER = re.compile(r"\.(\d+)\.")  # of a weight's name
 
@@ -36,10 +37,6 @@ class Facts:
     repeated: float | None = None
     """Share of the tokens of a training batch that were in their sequence before."""
 
-    def text(self) -> str:
-        """As JSON, for the file of a step."""
-        return json.dumps(asdict(self))
-
     @staticmethod
     def of_rows(rows: pa.Table) -> Facts:
         """Those that the rows of a step carry; none if they carry none."""
@@ -48,7 +45,7 @@ class Facts:
 
     def added_to(self, rows: pa.Table) -> pa.Table:
         """The rows, which carry them from now on."""
-        metadata = {**(rows.schema.metadata or {}), FACTS: self.text().encode()}
+        metadata = {**(rows.schema.metadata or {}), FACTS: json.dumps(asdict(self)).encode()}
         return rows.replace_schema_metadata(metadata)
 
 
@@ -64,25 +61,25 @@ class MeasuredStep:
 
 def measured_step(step: int, rows: pa.Table) -> MeasuredStep:
     """The step of some rows: those of `headcount.measure`, or of a file that a callback wrote."""
-    layers, heads = (rows[name].to_numpy().astype(np.int64) for name in ("layer", "head"))
-    shape = int(layers.max()) + 1, int(heads.max()) + 1
-    places = layers * shape[1] + heads
-    by_head: dict[str, np.ndarray] = {}
-    for name in rows.column_names:
-        if not pa.types.is_floating(rows.schema.field(name).type):
-            continue
-        values = rows[name].to_numpy().astype(np.float64)
-        is_defined = ~np.isnan(values)
-        at, defined = places[is_defined], values[is_defined]
-        counts = np.bincount(at, minlength=shape[0] * shape[1])
-        if name in LARGEST:
-            summary = np.full(len(counts), -np.inf)
-            np.maximum.at(summary, at, defined)
-        else:
-            sums = np.bincount(at, defined, minlength=len(counts))
-            summary = sums / np.maximum(counts, 1)
-        by_head[name] = np.where(counts > 0, summary, np.nan).reshape(shape)
-    return MeasuredStep(step, by_head, Facts.of_rows(rows))
+    kinds = {
+        name: "max" if name in LARGEST else "mean"
+        for name in rows.column_names
+        if pa.types.is_floating(rows.schema.field(name).type)
+    }
+    # Undefined values are NULL, which count for nothing.
+    by_head = rows.group_by(["layer", "head"]).aggregate([*kinds.items()])
+    places = tuple(by_head[name].to_numpy() for name in ("layer", "head"))
+    heads: dict[str, np.ndarray] = {}
+    for name, kind in kinds.items():
+        heads[name] = np.full([axis.max() + 1 for axis in places], np.nan)
+        heads[name][places] = by_head[f"{name}_{kind}"].to_numpy()
+    return MeasuredStep(step, heads, Facts.of_rows(rows))
+
+
+def step_files(directory: Place) -> dict[int, Place]:
+    """The files that a callback wrote into a directory, by step."""
+    matches = [STEP_FILE.fullmatch(name) for name in names(directory)]
+    return {int(match[1]): directory / match[0] for match in matches if match is not None}
 
 
 class History:
@@ -100,6 +97,10 @@ class History:
         """A statistic at all steps, `[step layer head]`."""
         return np.stack([each.heads[statistic] for each in self.measured])
 
+    def by_layer(self, statistic: str) -> np.ndarray:
+        """Its mean over the heads of each layer, `[step layer 1]`."""
+        return np.nanmean(self.of(statistic), axis=2, keepdims=True)
+
     @property
     def n_layers(self) -> int:
         """The layers of the model."""
@@ -107,10 +108,9 @@ class History:
 
     def norms(self) -> tuple[list[str], np.ndarray]:
         """The weights that every step knows, and their norms `[step weight]`."""
-        known = [name for name in self.measured[0].facts.norms if all(
-            name in each.facts.norms for each in self.measured
-        )]  # fmt: skip
-        return known, np.array([[each.facts.norms[n] for n in known] for each in self.measured])
+        norms = [each.facts.norms for each in self.measured]
+        known = [name for name in norms[0] if all(name in of_step for of_step in norms)]
+        return known, np.array([[of_step[name] for name in known] for of_step in norms])
 
 
 def layer_of(weight: str) -> int | None:
@@ -121,3 +121,9 @@ def layer_of(weight: str) -> int | None:
     """
     match = LAYER.search(f".{weight}.")
     return int(match[1]) if match else None
+
+
+def read_table(file: Place) -> pa.Table:
+    """The table of a file, which from a store is fetched in one request."""
+    with open_at_once(file) as content:
+        return pq.read_table(content)

@@ -140,6 +140,19 @@ def test_a_change_of_weights_leaves_those_under_an_adapter_alone() -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_scale_that_is_set_between_two_measurements_counts(name: str) -> None:
+    model = model_of(name)
+    before = headcount.measure(model, TOKENS, ["score_max"])["score_max"].to_numpy()
+    for part in model.modules():
+        if hasattr(part, "scaling"):
+            part.scaling *= 2
+    after = headcount.measure(model, TOKENS, ["score_max"])["score_max"].to_numpy()
+    expected = headcount.measure(copy.deepcopy(model), TOKENS, ["score_max"])
+    np.testing.assert_array_equal(after, expected["score_max"].to_numpy())
+    assert not np.allclose(before, after)
+
+
 @pytest.mark.parametrize(
     "method", [peft.PrefixTuningConfig, peft.PromptTuningConfig], ids=["prefix", "prompt"]
 )
