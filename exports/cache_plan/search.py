@@ -105,13 +105,8 @@ class Search:
         tell: Callable[[str], None],
     ) -> None:
         """`tell` takes the words of what begins."""
-        self.trial, self.engine, self.shape, self.goal, self.tell = (
-            trial,
-            engine,
-            shape,
-            goal,
-            tell,
-        )
+        self.trial, self.engine, self.shape = trial, engine, shape
+        self.goal, self.tell = goal, tell
         self.sequences = len(trial.pieces["chooses"].tokens)
         self.choices = engine.choices(shape)
         self.uniform = engine.uniform(shape)
@@ -145,7 +140,7 @@ class Search:
         if not self.choices or is_enough:
             return Found(best, tried, {}, {}, None)
         start = self._start(tried)
-        alone = self._alone(start.plan) | self._opened()
+        alone = self._alone(start.plan) | self._opened(start.plan)
         found = Found(None, tried, alone, self._p_alike(alone), None)
         if found.can_choose:
             tried += self._rounds(start, alone)
@@ -219,21 +214,21 @@ class Search:
         ]
         return min(cheap, key=lambda point: point.bytes_per_token, default=uniform[0])
 
+    def _open_choices(self, plan: CachePlan) -> list[Choice]:
+        """The choices that would change a plan."""
+        return [each for each in self.choices if plan.with_choices(self.shape, [each]) != plan]
+
     def _alone(self, start: CachePlan) -> dict[Choice, np.ndarray]:
-        """What each choice costs beside a plan: `[sequence]`."""
-        plans = {
-            choice: start.with_choices(self.shape, [choice])
-            for choice in self.choices
-            if choice not in self._head_windows
-        }
-        plans = {choice: plan for choice, plan in plans.items() if plan != start}
-        if not plans:
+        """What each choice costs beside a plan, but for windows of single heads: `[sequence]`."""
+        choices = [each for each in self._open_choices(start) if each not in self._head_windows]
+        if not choices:
             return {}
-        self.tell(f"{counted(len(plans), 'choice')}, each alone, on {self.few} sequences")
+        self.tell(f"{counted(len(choices), 'choice')}, each alone, on {self.few} sequences")
         before = self._costs(self._changes(start, self.few))
         return {
-            choice: self._costs(self._changes(plan, self.few)) - before
-            for choice, plan in plans.items()
+            choice: self._costs(self._changes(start.with_choices(self.shape, [choice]), self.few))
+            - before
+            for choice in choices
         }
 
     @cached_property
@@ -244,16 +239,17 @@ class Search:
             return {}
         return {choice: choice.heads[0] for choice in self.choices if choice.window}
 
-    def _opened(self) -> dict[Choice, np.ndarray]:
-        """What the windows of single heads cost where all are cut and opened in rounds:
+    def _opened(self, start: CachePlan) -> dict[Choice, np.ndarray]:
+        """What windows of single heads cost where all heads are cut and opened in rounds:
         `[sequence]`.
         """
-        if not self._head_windows:
+        choices = [each for each in self._open_choices(start) if each in self._head_windows]
+        if not choices:
             return {}
-        self.tell(f"{counted(len(self._head_windows), 'KV head')} cut, and opened in rounds")
+        self.tell(f"{counted(len(self.shape.kv_heads), 'KV head')} cut, and opened in rounds")
         rounds = self.trial.rounds(self.shape.sink, self.shape.recent, self._needle_weight)
         costs = window_costs(rounds, self.shape.kv_heads)
-        return {choice: costs[head] for choice, head in self._head_windows.items()}
+        return {choice: costs[self._head_windows[choice]] for choice in choices}
 
     def _price(
         self, plan: CachePlan, choice: Choice, alone: dict[Choice, np.ndarray]
@@ -282,11 +278,7 @@ class Search:
         most = max(1, -(-len(alone) // ROUNDS))
         size = most
         while failures < MOST_FAILURES and not self._is_small(current):
-            queue = [
-                choice
-                for choice in costs
-                if current.plan.with_choices(self.shape, [choice]) != current.plan
-            ]
+            queue = [each for each in self._open_choices(current.plan) if each in costs]
             queue.sort(key=lambda choice: self._price(current.plan, choice, costs))
             next_ones = queue[: 2 * size]
             hands = [
