@@ -18,6 +18,7 @@ from headcount.exports.cache_plan.search import not_undercut, p_alike, window_co
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.cache_trial import CacheTrial, Pieces
 from headcount.workers.head_gates import Round
+from headcount.workers.inputs.families.needles import VALUES
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.description import find_model
 from tests.toys.commands import error_of, printed
@@ -149,6 +150,19 @@ def test_the_pattern_of_duo_splits_where_its_reader_does():
 
 
 # With a model
+
+
+def test_sequences_ask_for_words_and_for_numbers():
+    trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=4)
+    # A tokenizer of bytes, with BOS first.
+    answers = [
+        bytes(row[where].tolist()).decode().strip()
+        for row, where in zip(*trial.pieces["chooses"][0:3:2], strict=True)
+    ]
+    assert all(answer in VALUES for answer in answers[0::2])
+    assert all(len(answer) == 5 and answer.isdigit() for answer in answers[1::2])
+    texts = [bytes(row[1:].tolist()).decode() for row in trial.pieces["chooses"].tokens]
+    assert all(text.count(answer) == 2 for text, answer in zip(texts, answers, strict=True))
 
 
 @pytest.fixture(scope="module")
