@@ -7,11 +7,10 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from torch import Tensor
 
 from headcount.jobs.bars import bar
 from headcount.jobs.commands.model_report import listed_layers
@@ -40,6 +39,9 @@ from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
 from headcount.workers.run_model import RunModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROUNDING = "rounding"
 KINDS = ("same", ROUNDING, *FORMATS, *CAUSES, *OF_LAYERS, *OF_TEXTS, UNKNOWN)
