@@ -206,8 +206,7 @@ class CacheTrial:
         """The fields of `Measured` for some sequences."""
         pieces, chosen = self.pieces[half], slice(rows.start, rows.stop)
         asked = (pieces.is_text | pieces.is_answer)[chosen]
-        is_compared = np.zeros_like(asked)
-        whole = torch.zeros(0, self.info.d_vocab, device=self.replica.model.device)
+        is_compared, whole = np.zeros_like(asked), None
         if half == "chooses" and intervention != "none":
             is_compared = self._is_compared[chosen]
             whole = torch.cat(self._expected[chosen])
@@ -218,12 +217,11 @@ class CacheTrial:
             for logits, targets in asked_logits(engine, question, self.passed):
                 losses.append(cross_entropy(logits, targets, reduction="none"))
                 is_first.append(logits.argmax(-1) == targets)
-                here, compared = compared[: len(targets)], compared[len(targets) :]
-                expected, whole = whole[: here.sum()], whole[here.sum() :]
-                moved.append(divergences(expected, logits[here.to(logits.device)]))
-        loss, found, distance = (
-            torch.cat(parts).double().cpu().numpy() for parts in (losses, is_first, moved)
-        )
+                if whole is not None:
+                    here, compared = compared[: len(targets)], compared[len(targets) :]
+                    expected, whole = whole[: here.sum()], whole[here.sum() :]
+                    moved.append(divergences(expected, logits[here.to(logits.device)]))
+        loss, found = (torch.cat(parts).double().cpu().numpy() for parts in (losses, is_first))
         row, answers = np.nonzero(asked)[0], pieces.is_answer[chosen]
 
         def means(values: np.ndarray, of_row: np.ndarray, is_in: np.ndarray) -> np.ndarray:
@@ -233,7 +231,8 @@ class CacheTrial:
         is_answer = answers[asked]
         columns = [means(loss, row, ~is_answer)]
         columns += [means(values, row, is_answer) for values in (loss, found)]
-        if len(distance):
+        if moved:
+            distance = torch.cat(moved).double().cpu().numpy()
             row, is_answer = np.nonzero(is_compared)[0], answers[is_compared]
             columns += [means(distance, row, where) for where in (~is_answer, is_answer)]
         else:

@@ -140,7 +140,7 @@ class Search:
         if not self.choices or is_enough:
             return Found(best, tried, {}, {}, None)
         start = self._start(tried)
-        alone = self._alone(start.plan) | self._opened(start.plan)
+        alone = self._alone(start.plan) | self._opened()
         found = Found(None, tried, alone, self._p_alike(alone), None)
         if found.can_choose:
             tried += self._rounds(start, alone)
@@ -239,17 +239,16 @@ class Search:
             return {}
         return {choice: choice.heads[0] for choice in self.choices if choice.window}
 
-    def _opened(self, start: CachePlan) -> dict[Choice, np.ndarray]:
+    def _opened(self) -> dict[Choice, np.ndarray]:
         """What windows of single heads cost where all heads are cut and opened in rounds:
-        `[sequence]`.
+        `[sequence]`. That heads are all alike is seen here, also where windows cost nothing.
         """
-        choices = [each for each in self._open_choices(start) if each in self._head_windows]
-        if not choices:
+        if not self._head_windows:
             return {}
         self.tell(f"{counted(len(self.shape.kv_heads), 'KV head')} cut, and opened in rounds")
         rounds = self.trial.rounds(self.shape.sink, self.shape.recent, self._needle_weight)
         costs = window_costs(rounds, self.shape.kv_heads)
-        return {choice: costs[self._head_windows[choice]] for choice in choices}
+        return {choice: costs[head] for choice, head in self._head_windows.items()}
 
     def _price(
         self, plan: CachePlan, choice: Choice, alone: dict[Choice, np.ndarray]
