@@ -32,13 +32,13 @@ import numpy as np
 import torch
 from kvpress import ExpectedAttentionPress, SnapKVPress  # pyright: ignore
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
-from benchmarks.real_models.passkeys import NEEDLE, QUESTION
+from benchmarks.real_models.passkeys import DIGITS, NEEDLE, QUESTION, loaded, said_behind
 
 CONTINUED = 64  # tokens that are read behind a cut cache
 PIECES = 1  # of each text
-PASSKEYS, DIGITS = 40, 5
+PASSKEYS = 40
 RANDOM_PLANS, PARTS = 20, 5
 
 Caches = dict[tuple[int, int], tuple[bool, int, int]]
@@ -173,9 +173,7 @@ class Reader:
     """A model that reads behind caches."""
 
     def __init__(self, path: Path) -> None:
-        place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-        self.tokenizer = AutoTokenizer.from_pretrained(place, **file)
-        self.model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **file).eval()
+        self.model, self.tokenizer = loaded(path)
         config = self.model.config
         self.d_head = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
@@ -225,15 +223,9 @@ class Reader:
 
     def finds(self, cache: DynamicCache, prompt: Prompt) -> float:
         """1 if the model says the number that it is asked for, 0 if not."""
-        position, asked = prompt.cached.shape[1], prompt.following
-        said: list[int] = []
-        for _ in range(DIGITS + 1):
-            positions = torch.arange(position, position + asked.shape[1])[None]
-            logits = self.model(asked, past_key_values=cache, position_ids=positions).logits
-            position += asked.shape[1]
-            asked = logits[:, -1:].argmax(-1)
-            said.append(int(asked))
-        return float(self.tokenizer.decode(said).strip()[:DIGITS] == prompt.answer)
+        length = prompt.cached.shape[1]
+        said = said_behind(self.model, self.tokenizer, cache, length, prompt.following)
+        return float(said == prompt.answer)
 
 
 Results = dict[str, list[tuple[int, float]]]

@@ -82,11 +82,23 @@ def answer(model: Any, tokenizer: Any, press: Any, tokens: torch.Tensor) -> str:
     cache = DynamicCache()
     with press(model) if press else contextlib.nullcontext():
         model(tokens, past_key_values=cache, logits_to_keep=1)
-    # The cache is shorter than the text, so each token says where it stands.
-    position = tokens.shape[1]
     asked = tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
+    return said_behind(model, tokenizer, cache, tokens.shape[1], asked)
+
+
+def said_behind(
+    model: Any,  # noqa: ANN401
+    tokenizer: Any,  # noqa: ANN401
+    cache: DynamicCache,
+    position: int,
+    asked: torch.Tensor,
+) -> str:
+    """What the model says to a question `[1 position]` behind the cache of so many tokens: as
+    many characters as a number has.
+    """
     said: list[int] = []
     for _ in range(DIGITS + 1):
+        # The cache may be shorter than the text, so each token says where it stands.
         positions = torch.arange(position, position + asked.shape[1])[None]
         logits = model(asked, past_key_values=cache, position_ids=positions).logits
         position += asked.shape[1]
@@ -95,11 +107,16 @@ def answer(model: Any, tokenizer: Any, press: Any, tokens: torch.Tensor) -> str:
     return tokenizer.decode(said).strip()[:DIGITS]
 
 
-def main(path: Path, folders: Sequence[Path]) -> None:
-    """Print how many numbers each cache keeps."""
+def loaded(path: Path) -> tuple[Any, Any]:
+    """The model of a GGUF file or a directory, in float32, and its tokenizer."""
     place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **file).eval()
-    tokenizer = AutoTokenizer.from_pretrained(place, **file)
+    return model, AutoTokenizer.from_pretrained(place, **file)
+
+
+def main(path: Path, folders: Sequence[Path]) -> None:
+    """Print how many numbers each cache keeps."""
+    model, tokenizer = loaded(path)
     config = json.loads((folders[0] / "config.json").read_text())
     kept_keys = (config["sink_size"] + config["recent_size"]) / TOKENS
     kept = 1 - STREAMING + STREAMING * kept_keys
