@@ -22,9 +22,20 @@ from typing import Any, NamedTuple, cast
 from pydantic_core import CoreSchema, core_schema
 
 from headcount.schemas.errors import ScanError
+from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.formula_kinds import CURVES, PROFILES
+from headcount.schemas.kinds import KINDS
 from headcount.schemas.packages import PLUGIN_MODULES
 from headcount.schemas.registry import WAITING, Entry, Registry, in_words
+from headcount.schemas.tables import PARTITION_NAMES, carried_name, uniform_column
+
+NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")
+"""How columns are called. SQL takes no difference between capitals and small letters."""
+
+COLUMNS = {*PARTITION_NAMES, "label", *(name for table in TABLES.values() for name in table.own)}
+"""The columns that runs have besides those of formulas."""
+
+PREFIXES = (uniform_column(""), carried_name(""))  # of the names of columns that are made of others
 
 
 class PluginQuery(NamedTuple):
@@ -200,7 +211,7 @@ def activate(plugins: tuple[Plugin, ...]) -> None:
 
 
 def _check_names(registrations: Iterable[Registration]) -> None:
-    """Refuse a name that two plug-ins define, or that is one of ours."""
+    """Refuse a name that two plug-ins define, that is one of ours, or that no column may have."""
     lines: dict[tuple[int, str], str] = {}  # of the names that plug-ins have taken
     for registry, entry in registrations:
         name, line = entry.function.__name__, line_of(entry.function)
@@ -210,4 +221,8 @@ def _check_names(registrations: Iterable[Registration]) -> None:
         ours: Iterable[Entry] = registry.values()
         if name in {*registry, *(each.function.__name__ for each in ours)}:
             raise ScanError(f"{what} is one of headcount's own; call it otherwise")
+        if not NAME.fullmatch(name):
+            raise ScanError(f"{what}: expected at most 60 of a to z, 0 to 9 and _, a letter first")
+        if registry in KINDS and (name in COLUMNS or name.startswith(PREFIXES)):
+            raise ScanError(f"{what} is, or begins as, a column of every run; call it otherwise")
         lines[id(registry), name] = line

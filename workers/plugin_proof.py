@@ -6,10 +6,11 @@ reads as it was. The first counterexample refuses the plug-in, with file and lin
 """
 
 import doctest
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,7 @@ class _Trial:
                 exact = values
                 self._check_weights(replica)
                 self._check_sequences(replica, values)
+                self._check_kept(replica)
             self._check_same("the fused engine gives {}, the dense one {}", exact, values)
             rounded = self._measured(self._replica(engine, "float32"), self.tokens)
             self._check_same("float64 gives {}, float32 {}", values, rounded, ROUNDED, MOST_FAR)
@@ -226,9 +228,10 @@ class _Trial:
         scan = scan_of(self.plugins, fields, len(self.tokens))
         replica = Replica(described(scan), scan, "cpu")
         if self.intervention == NONE:
+            value_problem = partial(_value_problem, replica.model.info.n_heads)
             watched_formulas = {
                 kind.field: [
-                    replace(each, function=watched(each, _value_problem))
+                    replace(each, function=watched(each, value_problem))
                     for each in scan.formulas(kind)
                 ]
                 for kind in scan.kinds()
@@ -282,6 +285,19 @@ class _Trial:
         )
         self._check_same("a later token changes it from {} to {}", before, after)
 
+    def _check_kept(self, replica: Replica) -> None:
+        """Try whether tensors of a pass that is over are still there."""
+        before = _tensors_alive()
+        self._measured(replica, self.tokens[-1:])
+        # A definition that keeps some does so in every layer.
+        if _tensors_alive() - before >= replica.model.info.n_layers:
+            first, *_ = self.blamed.values()
+            names = " or ".join(self.blamed)
+            raise ScanError(
+                f"{line_of(first.function)}: {names} keeps tensors of a pass that is over, and a "
+                "scan would fill the memory with them; keep nothing between calls"
+            )
+
     def _check_same(
         self, words: str, first: Values, second: Values, tolerance: float = EXACT, most: float = 0
     ) -> None:
@@ -332,7 +348,7 @@ def watched(entry: Entry, problem_of: Problem) -> Callable[..., Tensor]:
         try:
             value = function(*read, **options)
             again = function(*read, **options)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _raised([entry], error) from error
         after = dict(_copies(by_name))
         if changed := [name for name in before if not _same(before[name], after[name])]:
@@ -352,7 +368,7 @@ def watched(entry: Entry, problem_of: Problem) -> Callable[..., Tensor]:
     return with_checks
 
 
-def _raised(entries: Sequence[Entry], error: Exception) -> ScanError:
+def _raised(entries: Sequence[Entry], error: BaseException) -> ScanError:
     """The refusal of one of some definitions, which raised an error."""
     names = " or ".join(dict.fromkeys(entry.function.__name__ for entry in entries))
     where = f"{line_of_error(error) or line_of(entries[0].function)}: {names}"
@@ -374,11 +390,18 @@ def _copies(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield from _copies({f"{name}[{key!r}]": item for key, item in value.items()})
 
 
+def _tensors_alive() -> int:
+    gc.collect()
+    return sum(type(each) is Tensor for each in gc.get_objects())
+
+
 def _same(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
-def _value_problem(formula: Formula, value: Tensor, read: Mapping[str, Any]) -> str | None:
+def _value_problem(
+    n_heads: int, formula: Formula, value: Tensor, read: Mapping[str, Any]
+) -> str | None:
     """What is wrong with the shape of a formula's value."""
     shape = list(value.shape)
     if formula.kind is PREDICTIONS and len(shape) != 1 + formula.per_token:
@@ -386,9 +409,10 @@ def _value_problem(formula: Formula, value: Tensor, read: Mapping[str, Any]) -> 
     if formula.kind is PROFILES and len(shape) - (formula.axis in PAIRED_AXES) not in (2, 3):
         return f"expected [batch head index] or [batch index], got shape {shape}"
     if formula.kind is STATISTICS:
-        sizes = read["pattern"].key(0).shape[:2] if "pattern" in read else shape[:2]
-        if shape not in ([*sizes], [*sizes[:1]]) or not shape:
-            return f"expected [batch head] {[*sizes]} or [batch], got shape {shape}"
+        # The pattern of uniform attention has one head.
+        heads = read["pattern"].key(0).shape[1] if "pattern" in read else n_heads
+        if not shape or shape[1:] not in ([], [heads]):
+            return f"expected [batch head] with {heads} heads, or [batch], got shape {shape}"
     return None
 
 

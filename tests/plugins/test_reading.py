@@ -73,6 +73,9 @@ def test_a_wrong_file_is_one_line_with_the_place_of_the_mistake(
         statistic_file("pass", name="entropy"): (
             "line 8: statistic 'entropy' is one of headcount's own; call it otherwise"
         ),
+        statistic_file("pass", name="Entropy"): "statistic 'Entropy': expected at most 60 of a to",
+        statistic_file("pass", name="label"): "is, or begins as, a column of every run",
+        statistic_file("pass", name="uniform_mass"): "is, or begins as, a column of every run",
         statistic_file("pass").replace("tokens: Tensor", "token: Tensor"): (
             "line 8: statistic 'tried': unknown parameter 'token'"
         ),

@@ -176,7 +176,7 @@ def test_a_changed_file_continues_no_run_and_one_with_other_prose_does(folder: P
 
 BAD = {
     "return pattern.key(0).mean(-1) * 3": "expected 0 to 1 (probability), got 1.",
-    "return pattern.key(0)": "expected [batch head] [5, 8] or [batch], got shape [5, 8, 32]",
+    "return pattern.key(0)": "with 8 heads, or [batch], got shape [5, 8, 32]",
     "return 0.5": "expected a tensor, got float",
     "return pattern.key(0).mean(-1) / 0 * 0": "tried is not finite for sequence 0; say",
     "return (pattern.key(0) * (pattern.key(1) / pattern.key(1)).nan_to_num()).mean(-1)": None,
@@ -190,6 +190,9 @@ BAD = {
     "return pattern.keys(0).mean(-1)": "asks the pattern for 'keys', which the fused engine does",
     "return pattern.pattern[..., 0].mean(-1)": "asks the pattern for 'pattern', which the fused",
     "return pattern.key(99).mean(-1)": "tried: IndexError: ",
+    "return pattern.key(0).mean(1)": "with 8 heads, or [batch], got shape [5, 32]",
+    "raise SystemExit(2)": "tried: SystemExit: 2",
+    "KEPT.append(pattern.key(1)); return pattern.key(0).mean(-1)": "tried keeps tensors of a pass",
 }  # fmt: skip
 
 
@@ -197,7 +200,7 @@ BAD = {
 def test_what_does_not_hold_on_a_small_model_is_refused_with_the_line(tmp_path: Path):
     file = tmp_path / "my_heads.py"
     for body, message in BAD.items():
-        file.write_text(statistic_file(body))
+        file.write_text(statistic_file(body, decorator='KEPT = []\n@statistic("here")'))
         plugins = read_plugins([file])
         if message is None:
             prove(plugins, plugins, "fused")
