@@ -281,8 +281,12 @@ export async function showMore(turn) {
     grid,
     ...(shared.length
       ? [
-          html("h3", {}, "The same for every head"),
-          html("dl", { class: "facts", id: "shared" }, ...shared),
+          html(
+            "section",
+            { class: "card" },
+            html("h3", {}, "The same for every head"),
+            html("dl", { class: "facts", id: "shared" }, ...shared),
+          ),
         ]
       : []),
   );
