@@ -171,7 +171,9 @@ class MeasureCallback(TrainerCallback):
     def _measured(self, model: object, step: int) -> pa.Table:
         assert isinstance(model, nn.Module)
         rows = measure(model, self.tokens, self.statistics, run_id=f"step-{step}")
-        rows = facts_of(model, self._sample).added_to(rows)
+        # The batch of a step says nothing of a later one.
+        sample, self._sample = self._sample, Sample()
+        rows = facts_of(model, sample).added_to(rows)
         return rows.append_column("step", pa.array(np.full(rows.num_rows, step, np.int64)))
 
     def _tell(self, step: int, rows: pa.Table, control: TrainerControl) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from headcount.schemas.arguments import checked
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
 from headcount.schemas.values import Index
 from headcount.schemas.watch.alarms import Alarm, alarms
-from headcount.schemas.watch.history import Facts, MeasuredStep, measured_step
+from headcount.schemas.watch.history import Facts, MeasuredStep, layer_of, measured_step
 from headcount.schemas.watch.rules import WATCHED
 from headcount.workers.borrowed_model import evaluating, unwrapped
 from headcount.workers.measure_api import measure
@@ -129,7 +130,11 @@ class Sample:
     """What is kept of a training step's inputs."""
 
     repeated: float | None = None  # share of the tokens that were in their sequence before
-    packed: Mapping[str, Any] | None = None  # the inputs of one sequence that has documents
+    shifted: float | None = None  # share of the labels that are the next token, not their own
+    batch: str | None = None  # digest of the tokens
+    inputs: Mapping[str, Any] | None = None
+    """The inputs of one sequence, without labels: the one with most documents."""
+    has_documents: bool = False  # whether that sequence has several
 
 
 def facts_of(model: nn.Module, sample: Sample) -> Facts:
@@ -144,8 +149,18 @@ def facts_of(model: nn.Module, sample: Sample) -> Facts:
         for name, weight in model.named_parameters()
         if weight.requires_grad and weight.dtype in NARROW
     ]
-    leak = None if sample.packed is None else leak_between(model, sample.packed)
-    return Facts(norms, narrow, _untied(model), leak, sample.repeated)
+    inputs = sample.inputs
+    return Facts(
+        norms,
+        narrow,
+        _untied(model),
+        leak=leak_between(model, inputs) if inputs and sample.has_documents else None,
+        repeated=sample.repeated,
+        ahead=leak_from_later(model, inputs) if inputs else None,
+        shifted=sample.shifted,
+        batch=sample.batch,
+        attention=_attention_of(model),
+    )
 
 
 def _untied(model: Any) -> float | None:  # noqa: ANN401 - of whatever library
@@ -155,6 +170,24 @@ def _untied(model: Any) -> float | None:  # noqa: ANN401 - of whatever library
     both = model.get_input_embeddings(), model.get_output_embeddings()
     embedding, unembedding = (part.weight.detach() for part in both)
     return float((embedding - unembedding).norm() / embedding.norm())
+
+
+def _attention_of(model: nn.Module) -> dict[str, str]:
+    """Digest of the numbers that the attention of each layer is set to, but for dropout."""
+    numbers: dict[str, list[str]] = {}
+    for place, part in model.named_modules():
+        layer = layer_of(place)
+        if layer is None or not any(word in place.lower() for word in ("attn", "attention")):
+            continue
+        for name, value in vars(part).items():
+            is_number = type(value) in (int, float, bool) and not name.startswith("_")
+            if is_number and name != "training" and "dropout" not in f"{place}.{name}":
+                numbers.setdefault(f"{layer}", []).append(f"{place}.{name} {value!r}")
+    return {layer: _digest("\n".join(lines).encode()) for layer, lines in numbers.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def sample_of(batch: Mapping[str, Any]) -> Sample:
@@ -170,37 +203,69 @@ def sample_of(batch: Mapping[str, Any]) -> Sample:
     texts = [row[is_text != 0] for row, is_text in zip(tokens, mask, strict=True)]
     distinct = sum(len(text.unique()) for text in texts)
     repeated = 1 - distinct / max(1, sum(map(len, texts)))
-    positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor):
-        return Sample(repeated)
-    positions = positions.expand(len(tokens), -1)
-    documents = (positions == 0).sum(1)
-    if documents.max() < 2:
-        return Sample(repeated)
-    row = int(documents.argmax())
-    packed = {
+    row, documents, positions = 0, 1, batch.get("position_ids")
+    if isinstance(positions, Tensor):
+        positions = positions.expand(len(tokens), -1)
+        begun = (positions == 0).sum(1)
+        row, documents = int(begun.argmax()), int(begun.max())
+    inputs = {
         name: value[row : row + 1].clone()
         if isinstance(value, Tensor) and value.dim() and len(value) == len(tokens)
         else value
         for name, value in {**batch, "position_ids": positions}.items()
         if name != "labels"
     }
-    return Sample(repeated, packed)
+    digest = _digest(tokens.cpu().numpy().tobytes())
+    return Sample(repeated, _shifted(tokens, batch.get("labels")), digest, inputs, documents > 1)
 
 
-def leak_between(model: Any, packed: Mapping[str, Any]) -> float:  # noqa: ANN401 - likewise
+def _shifted(tokens: Tensor, labels: object) -> float | None:
+    """Share of the labels that are the token after their own, and not their own."""
+    if not isinstance(labels, Tensor) or labels.shape != tokens.shape or tokens.shape[1] < 2:
+        return None
+    labels = labels[:, :-1].to(tokens.device)
+    is_label = labels >= 0  # Others count for nothing in the loss.
+    if not is_label.any():
+        return None
+    is_next = (labels == tokens[:, 1:]) & (labels != tokens[:, :-1])
+    return float(is_next[is_label].double().mean())
+
+
+def leak_between(model: Any, inputs: Mapping[str, Any]) -> float:  # noqa: ANN401 - likewise
     """How far predictions in the second document of a sequence follow the tokens of the first.
 
     ‖logits - logits'‖ / ‖logits‖ over the second document, where logits' are those after every
     token of the first has become another one.
     """
-    first, second, *later = (packed["position_ids"][0] == 0).nonzero().flatten().tolist()
-    stop = later[0] if later else packed["input_ids"].shape[1]
-    changed = packed["input_ids"].clone()
-    changed[:, first:second] = (changed[:, first:second] + 1) % model.config.vocab_size
+    first, second, *later = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+    stop = later[0] if later else inputs["input_ids"].shape[1]
+    return _moved(model, inputs, slice(first, second), slice(second, stop))
+
+
+def leak_from_later(model: Any, inputs: Mapping[str, Any]) -> float | None:  # noqa: ANN401 - likewise
+    """How far predictions follow later tokens of their sequence, which they must not see.
+
+    ‖logits - logits'‖ / ‖logits‖ over the first half of the text, where logits' are those after
+    every token of the second half has become another one; None if there is one token.
+    """
+    mask = inputs.get("attention_mask")
+    is_text = torch.ones_like(inputs["input_ids"])
+    if isinstance(mask, Tensor) and mask.shape == is_text.shape:
+        is_text = mask
+    places = is_text[0].nonzero().flatten().tolist()
+    if len(places) < 2:
+        return None
+    first, middle, last = places[0], places[len(places) // 2], places[-1]
+    return _moved(model, inputs, slice(middle, last + 1), slice(first, middle))
+
+
+def _moved(model: Any, inputs: Mapping[str, Any], changed: slice, looked_at: slice) -> float:  # noqa: ANN401 - likewise
+    """How far the predictions of some tokens of a sequence move where some others are changed."""
+    tokens = inputs["input_ids"].clone()
+    tokens[:, changed] = (tokens[:, changed] + 1) % model.config.vocab_size
     with evaluating(model), torch.no_grad():
         logits, others = (
-            model(**{**packed, "input_ids": tokens}).logits[:, second:stop].float()
-            for tokens in (packed["input_ids"], changed)
+            model(**{**inputs, "input_ids": each}).logits[:, looked_at].float()
+            for each in (inputs["input_ids"], tokens)
         )
     return float((logits - others).norm() / logits.norm())

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from benchmarks.trainings.faults import plant
 from benchmarks.trainings.judge import calibrate, judged, table
-from benchmarks.trainings.plan import FIRST, FRESH
+from benchmarks.trainings.plan import FIRST, FRESH, LATER
 from benchmarks.trainings.training import Recording, Training, run
 from headcount.workers.process import prepare_process
 
@@ -37,16 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.what == "calibrate":
         calibrate(read(options.directory, FIRST))
     else:
-        for title, trainings in (("First", FIRST), ("Fresh", FRESH)):
+        for title, trainings in (("First", FIRST), ("Fresh", FRESH), ("Later", LATER)):
             recordings = read(options.directory, trainings)
             print(f"{title}\n\n{table(judged(recordings))}\n")
 
 
 def record(directory: Path) -> None:
-    """Run the trainings that the directory does not have, the fresh ones first."""
+    """Run the trainings that the directory does not have, the latest ones first."""
     logging.set_verbosity_error()
     directory.mkdir(parents=True, exist_ok=True)
-    trainings = [*FRESH, *FIRST]
+    trainings = [*LATER, *FRESH, *FIRST]
     for number, training in enumerate(trainings):
         file = directory / f"{training.key}.pickle"
         if file.exists():

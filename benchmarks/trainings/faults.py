@@ -63,6 +63,12 @@ def plant(setting: Setting, training: Training) -> None:
         FAULTS[training.fault].plant(setting, training)
 
 
+def _output_of(attention: nn.Module) -> Any:  # noqa: ANN401 - of several libraries' classes
+    """The projection of the heads' outputs into the stream."""
+    names = ("c_proj", "o_proj", "dense")
+    return next(part for name, part in attention.named_children() if name in names)
+
+
 # Those that the rules were made for.
 
 
@@ -119,9 +125,7 @@ def tied_head_broken(setting: Setting, training: Training) -> None:
 @fault("head_death")
 def dead_head(setting: Setting, training: Training) -> None:
     """Dead head."""
-    attention = attention_of(layers_of(setting.model)[1])
-    names = ("c_proj", "o_proj", "dense")
-    output = next(part for name, part in attention.named_children() if name in names)
+    output = _output_of(attention_of(layers_of(setting.model)[1]))
     # Conv1D has its inputs as rows, Linear as columns.
     of_head = (slice(None), slice(D_HEAD)) if isinstance(output, nn.Linear) else slice(D_HEAD)
 
@@ -142,7 +146,7 @@ def frozen_layer(setting: Setting, training: Training) -> None:
 # Those that nobody thought of when the rules were made.
 
 
-@fault("induction_loss")
+@fault("shifted_labels", "induction_loss")
 def labels_shifted(setting: Setting, training: Training) -> None:
     """Labels shifted by one: the token after the next is learned."""
     draw = setting.batch
@@ -156,7 +160,7 @@ def labels_shifted(setting: Setting, training: Training) -> None:
     setting.batch = batch
 
 
-@fault()
+@fault("future_leak")
 def mask_lost(setting: Setting, training: Training) -> None:
     """Attention mask lost for one layer, which sees what comes."""
     everything = torch.zeros(1, 1, N_CTX, N_CTX)
@@ -229,7 +233,7 @@ def earlier_checkpoint(setting: Setting, training: Training) -> None:
     setting.model.load_state_dict(setting.checkpoints[step])
 
 
-@fault("score_growth", "entropy_collapse")
+@fault("changed_attention", "score_growth", "entropy_collapse")
 def scale_lost(setting: Setting, training: Training) -> None:
     """Scores no longer divided by √d_head."""
     for layer in layers_of(setting.model):
@@ -248,7 +252,7 @@ def gradient_lost(setting: Setting, training: Training) -> None:
     setting.after_backward = lose
 
 
-@fault("data_change")
+@fault("repeated_batch", "data_change")
 def loader_stuck(setting: Setting, training: Training) -> None:
     """The same batch at every step."""
     same = setting.batch(training.begins)
@@ -260,3 +264,128 @@ def rate_raised(setting: Setting, training: Training) -> None:
     """Learning rate ten times too high from a step on."""
     rate = setting.rate
     setting.rate = lambda step: 10 * rate(step)
+
+
+# Those that nobody thought of before the later trainings were planned.
+
+
+@fault("changed_attention")
+def window_narrowed(setting: Setting, training: Training) -> None:
+    """One layer sees the last 6 tokens only."""
+    places = torch.arange(N_CTX)
+    distance = places[:, None] - places
+    is_seen = (distance >= 0) & (distance < 6)
+    mask = torch.where(is_seen, 0.0, -torch.inf)[None, None]
+
+    def narrow(part: nn.Module, given: object, named: dict[str, Any]) -> Any:  # noqa: ANN401 - of a hook
+        return given, named | {"attention_mask": mask}
+
+    attention = attention_of(layers_of(setting.model)[1])
+    attention.register_forward_pre_hook(narrow, with_kwargs=True)
+
+
+@fault("induction_loss", "data_change")
+def labels_of_another_sequence(setting: Setting, training: Training) -> None:
+    """Labels of the next sequence of the batch."""
+    draw = setting.batch
+
+    def batch(step: int) -> dict[str, Any]:
+        inputs = draw(step)
+        return inputs | {"labels": inputs["labels"].roll(1, 0)}
+
+    setting.batch = batch
+
+
+@fault()
+def heads_tied(setting: Setting, training: Training) -> None:
+    """Outputs of two heads of a layer are the same."""
+    output = _output_of(attention_of(layers_of(setting.model)[1]))
+
+    def tie(step: int) -> None:
+        with torch.no_grad():
+            output.weight[:, :D_HEAD] = output.weight[:, D_HEAD : 2 * D_HEAD]
+
+    setting.after_step = tie
+
+
+@fault()
+def embedding_frozen(setting: Setting, training: Training) -> None:
+    """Embeddings learn no more."""
+    setting.model.get_input_embeddings().requires_grad_(False)
+
+
+@fault("head_death")
+def decay_of_all(setting: Setting, training: Training) -> None:
+    """Weight decay a thousand times too large."""
+    for group in setting.optimizer.param_groups:
+        group["weight_decay"] = 10.0
+
+
+@fault()
+def gradient_reversed(setting: Setting, training: Training) -> None:
+    """Gradient of one layer with the wrong sign."""
+    layer = layers_of(setting.model)[1]
+
+    def reverse(step: int) -> None:
+        for weight in layer.parameters():
+            if weight.grad is not None:
+                weight.grad.neg_()
+
+    setting.after_backward = reverse
+
+
+@fault("data_change")
+def tokens_blanked(setting: Setting, training: Training) -> None:
+    """A third of the tokens replaced by token 0."""
+    draw = setting.batch
+
+    def batch(step: int) -> dict[str, Any]:
+        inputs = draw(step)
+        is_blank = torch.rand(inputs["input_ids"].shape, generator=setting.generator) < 1 / 3
+        tokens = inputs["input_ids"].masked_fill(is_blank, 0)
+        return inputs | {"input_ids": tokens, "labels": tokens}
+
+    setting.batch = batch
+
+
+@fault("earlier_weights", "frozen_layer")
+def updates_lost(setting: Setting, training: Training) -> None:
+    """The optimizer makes no steps."""
+    setting.rate = lambda step: 0.0
+
+
+@fault("future_leak")
+def answers_leaked(setting: Setting, training: Training) -> None:
+    """The last layer is given the embedding of the next token, too."""
+    embedding = setting.model.get_input_embeddings()
+    last = layers_of(setting.model)[-1]
+    latest: list[torch.Tensor] = []
+    embedding.register_forward_hook(lambda part, given, output: latest.append(output))
+
+    def leak(part: nn.Module, given: tuple[torch.Tensor, ...]) -> Any:  # noqa: ANN401 - of a hook
+        following = latest.pop().roll(-1, 1)
+        latest.clear()
+        return (given[0] + following, *given[1:])
+
+    last.register_forward_pre_hook(leak)
+
+
+@fault()
+def layer_reset(setting: Setting, training: Training) -> None:
+    """Weights of one layer drawn anew once."""
+    with torch.no_grad():
+        for weight in layers_of(setting.model)[1].parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.02)
+
+
+@fault()
+def positions_held(setting: Setting, training: Training) -> None:
+    """All tokens of a sequence have position 1."""
+    draw = setting.batch
+
+    def batch(step: int) -> dict[str, Any]:
+        inputs = draw(step)
+        return inputs | {"position_ids": torch.ones_like(inputs["input_ids"])}
+
+    setting.batch = batch

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.trainings.faults import FAULTS
-from benchmarks.trainings.plan import CALIBRATING, FRESH_SOUND, SOUND
+from benchmarks.trainings.plan import CALIBRATING, FRESH_SOUND, LATER_SOUND, SOUND
 from benchmarks.trainings.training import EVERY, STEPS, Recording
 from headcount.schemas.watch.alarms import alarms, readings_of
 from headcount.schemas.watch.history import History
@@ -104,12 +104,12 @@ def _bands(recordings: Sequence[Recording]) -> dict[tuple[str, str], np.ndarray]
     """The band's upper edge at each tenth step, for each architecture and data set.
 
     It is as wide as the sound trainings of all rates: what is slower than the slowest rate has
-    left it. A band judges no rule, so fresh trainings have a band of their own.
+    left it. A band judges no rule, so trainings that judge have a band of their own.
     """
     losses = defaultdict[tuple[str, str], list[np.ndarray]](list)
     for recording in recordings:
         training = recording.training
-        if training in SOUND[::2] or training in FRESH_SOUND:
+        if training in (*SOUND[::2], *FRESH_SOUND, *LATER_SOUND):
             losses[training.architecture, training.data].append(_smooth(recording.losses))
     return {
         of: np.mean(each, axis=0) + SPREADS * np.std(each, axis=0) for of, each in losses.items()

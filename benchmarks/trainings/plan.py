@@ -115,5 +115,63 @@ def fresh_faulty() -> list[Training]:
     return trainings
 
 
+# Those that judge what was changed after the fresh ones, and rules that came later.
+
+LATER_ARCHITECTURES = ("mistral", "phi")
+LATER_RATES = (8e-4, 2e-3, 4e-3, 6e-3)
+
+LATER_SOUND = [
+    Training(architecture, data, rate, 3000 + number)
+    for number, (architecture, data, rate) in enumerate(
+        product(LATER_ARCHITECTURES, OTHER_DATA, LATER_RATES)
+    )
+]
+
+LATER_BEGINNINGS = {
+    "rate too high": 0,
+    "large heads": 0,
+    "bf16 state": 0,
+    "documents see each other": 45,
+    "bad shard": 81,
+    "tied head broken": 57,
+    "dead head": 75,
+    "frozen layer": 113,
+    "gradient lost": 62,
+    "loader stuck": 73,
+    "mask lost": 88,
+    "labels shifted": 52,
+    "scale lost": 68,
+    "window narrowed": 64,
+    "labels of another sequence": 71,
+    "heads tied": 90,
+    "embedding frozen": 85,
+    "decay of all": 60,
+    "gradient reversed": 95,
+    "tokens blanked": 55,
+    "updates lost": 65,
+    "answers leaked": 58,
+    "layer reset": 100,
+    "positions held": 80,
+}
+"""When each fault begins, of one training in each architecture."""
+
+
+def later_faulty() -> list[Training]:
+    """A training of each architecture with each fault, known or new."""
+    trainings: list[Training] = []
+    for place, (fault, begins) in enumerate(LATER_BEGINNINGS.items()):
+        for number, other in enumerate(LATER_ARCHITECTURES):
+            # Phi ties no head.
+            architecture = "mistral" if fault == "tied head broken" else other
+            data = OTHER_DATA[(place + number) % 3]
+            if fault == "documents see each other":
+                data = "phrases"
+            rate = HIGH.get(fault, LATER_RATES[1:3])[number]
+            seed = 4000 + 10 * place + number
+            trainings.append(Training(architecture, data, rate, seed, fault, begins))
+    return trainings
+
+
 FIRST = [*SOUND, *NARROW, *faulty()]
 FRESH = [*FRESH_SOUND, *fresh_faulty()]
+LATER = [*LATER_SOUND, *later_faulty()]

@@ -14,6 +14,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.phi.configuration_phi import PhiConfig
+from transformers.models.phi.modeling_phi import PhiForCausalLM
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
@@ -103,9 +107,17 @@ def make_model(architecture: str, seed: int, large_heads: bool) -> Any:  # noqa:
             vocab_size=D_VOCAB, **special,
         )  # fmt: skip
         model = GPTNeoXForCausalLM(config)
+    elif architecture == "phi":
+        config = PhiConfig(
+            num_hidden_layers=N_LAYERS, num_attention_heads=n_heads, hidden_size=n_heads * d_head,
+            intermediate_size=4 * n_heads * d_head, max_position_embeddings=N_CTX,
+            vocab_size=D_VOCAB, **special,
+        )  # fmt: skip
+        model = PhiForCausalLM(config)
     else:
         kinds = {
             "llama": (LlamaConfig, LlamaForCausalLM),
+            "mistral": (MistralConfig, MistralForCausalLM),
             "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         }
         make_config, make = kinds[architecture]

@@ -36,6 +36,14 @@ class Facts:
     """How far predictions in one document follow another one's tokens; None without documents."""
     repeated: float | None = None
     """Share of the tokens of a training batch that were in their sequence before."""
+    ahead: float | None = None
+    """How far predictions follow later tokens."""
+    shifted: float | None = None
+    """Share of the labels of a training batch that are the next token, and not their own."""
+    batch: str | None = None
+    """Digest of the tokens of a training batch."""
+    attention: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Digest of the numbers that each layer's attention is set to, such as its scale, by layer."""
 
     @staticmethod
     def of_rows(rows: pa.Table) -> Facts:

@@ -235,6 +235,77 @@ def data_change(history: History) -> np.ndarray:
 
 
 @rule(
+    least=1,  # so that it takes three: two may meet by chance where data are few
+    advice="look whether the loader goes on; nothing is wrong if all data are one batch",
+    source="definition: the tokens are those of the measured steps before",
+)
+def repeated_batch(history: History) -> np.ndarray:
+    """Training reads the same batch again and again.
+
+    How many measured steps right before read its very tokens.
+    """
+    batches = [each.facts.batch for each in history.measured]
+    readings = np.full((len(batches), 1, 1), np.nan)
+    times = 0
+    for place, batch in enumerate(batches):
+        is_same = place > 0 and batch == batches[place - 1]
+        times = times + 1 if is_same else 0
+        if batch is not None:
+            readings[place] = times
+    return readings
+
+
+@rule(
+    least=0.3,  # a share of 0.45 rings; the labels of transformers are never the next token
+    advice="pass the tokens themselves as labels: models of transformers shift them",
+    source="transformers, loss_utils.py: labels are shifted inside of the loss",
+)
+def shifted_labels(history: History) -> np.ndarray:
+    """Labels are shifted twice, so that the token after the next is learned.
+
+    Share of a batch's labels that are the next token, and not their own.
+    """
+    shares = [each.facts.shifted for each in history.measured]
+    return np.array(shares, float)[:, None, None]
+
+
+@rule(
+    margin=10,
+    least=1e-4,  # rounding
+    advice="look what makes the mask: a mask of one's own replaces the causal one, and so does "
+    "is_causal=False",
+    source="definition: a causal model predicts from what came before",
+)
+def future_leak(history: History) -> np.ndarray:
+    """Predictions follow later tokens.
+
+    ‖logits - logits'‖ / ‖logits‖ in the first half of a sequence, where the second one changed.
+    """
+    leaks = [each.facts.ahead for each in history.measured]
+    return np.array(leaks, float)[:, None, None]
+
+
+@rule(
+    least=0.5,
+    advice="look what has set its scale, its window or another number; nothing is wrong if that "
+    "was meant",
+    source="definition: the numbers that its modules are set to are not those of the first step",
+)
+def changed_attention(history: History) -> np.ndarray:
+    """The attention of a layer computes something else than at the first step.
+
+    1 if numbers that its modules are set to have changed, such as a scale, else 0.
+    """
+    layers = np.full((len(history.measured), history.n_layers, 1), np.nan)
+    first = history.measured[0].facts.attention
+    for readings, each in zip(layers, history.measured, strict=True):
+        for layer, digest in each.facts.attention.items():
+            if layer in first:
+                readings[int(layer)] = digest != first[layer]
+    return layers
+
+
+@rule(
     margin=10,
     least=1e-4,  # rounding
     advice="pass no attention_mask of ones and no cache beside position_ids: transformers makes "

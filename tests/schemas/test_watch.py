@@ -144,6 +144,30 @@ def test_facts_of_the_weights_and_of_the_data_ring() -> None:
     data = [Facts({"h.0.w": step + 1.0}, repeated=share) for step, share in enumerate(shares)]
     alarm = only(history(data))
     assert (alarm.rule, alarm.step) == ("data_change", 50)
+    looks_ahead = [Facts({"h.0.w": 1.0}, ahead=0), Facts({"h.0.w": 2.0}, ahead=0.2)]
+    assert only(history(looks_ahead)).rule == "future_leak"
+    labels = [Facts({"h.0.w": 1.0}, shifted=0.01), Facts({"h.0.w": 2.0}, shifted=0.9)]
+    assert only(history(labels)).rule == "shifted_labels"
+
+
+def test_a_batch_that_comes_three_times_in_a_row_rings() -> None:
+    def stuck(*batches: str | None) -> list[MeasuredStep]:
+        return history(
+            [Facts({"h.0.w": step + 1.0}, batch=batch) for step, batch in enumerate(batches)]
+        )
+
+    alarm = only(stuck("a", "b", "c", "c", "c"))
+    assert (alarm.rule, alarm.step, alarm.heads) == ("repeated_batch", 40, ())
+    # A later epoch reads it again, and of some steps nothing is known.
+    assert alarms(stuck("a", "b", "a", "a", "b", "a")) == []
+    assert alarms(stuck(None, None, None, None)) == []
+
+
+def test_a_layer_whose_attention_was_set_otherwise_rings() -> None:
+    settings = ({"0": "a", "1": "b"}, {"0": "a", "1": "b", "2": "c"}, {"0": "a", "1": "d"})
+    steps = [Facts({"h.0.w": step + 1.0}, attention=each) for step, each in enumerate(settings)]
+    alarm = only(history(steps))
+    assert (alarm.rule, alarm.step, alarm.heads) == ("changed_attention", 20, ("L1",))
 
 
 def test_rows_become_heads_and_carry_their_facts() -> None:

@@ -9,7 +9,13 @@ import torch
 
 import headcount
 from headcount.schemas.watch.alarms import Alarm
-from headcount.workers.watching import leak_between, sample_of
+from headcount.workers.watching import (
+    Sample,
+    facts_of,
+    leak_between,
+    leak_from_later,
+    sample_of,
+)
 from tests.toys.toy_models import CONFIGS, D_VOCAB
 
 TOKENS = torch.randint(D_VOCAB, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -132,8 +138,9 @@ def test_documents_that_see_each_other_are_told_by_the_model_itself(
 ) -> None:
     model = toy_model().train()
     sample = sample_of({"input_ids": TOKENS, "labels": TOKENS, "position_ids": DOCUMENTS, **more})
-    assert sample.packed is not None
-    leak = leak_between(model, sample.packed)
+    assert sample.inputs is not None
+    assert sample.has_documents
+    leak = leak_between(model, sample.inputs)
     assert leak > 1e-3 if leaks else leak == 0
     assert model.training
 
@@ -143,8 +150,44 @@ def test_a_sample_counts_what_repeats_but_not_the_padding() -> None:
     assert sample_of({"input_ids": tokens}).repeated == 1 - 5 / 8
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     sample = sample_of({"input_ids": tokens, "attention_mask": mask})
-    assert (sample.repeated, sample.packed) == (1 - 4 / 6, None)
+    assert (sample.repeated, sample.has_documents) == (1 - 4 / 6, False)
     assert sample_of({"inputs_embeds": tokens}).repeated is None
+
+
+def test_a_sample_tells_labels_that_are_shifted_and_batches_apart() -> None:
+    tokens = torch.tensor([[1, 2, 3, 3], [4, 5, 6, 7]])
+    shifted = torch.tensor([[2, 3, 3, -100], [-100, 6, 7, -100]])
+    own, next_ones = (sample_of({"input_ids": tokens, "labels": x}) for x in (tokens, shifted))
+    # Of five labels one is the next token and its own.
+    assert (own.shifted, next_ones.shifted) == (0, 4 / 5)
+    assert sample_of({"input_ids": tokens}).shifted is None
+    assert own.batch == next_ones.batch != sample_of({"input_ids": tokens + 1}).batch
+
+
+def test_predictions_that_follow_later_tokens_are_told_by_the_model_itself() -> None:
+    model = toy_model().train()
+    mask = torch.ones_like(TOKENS)
+    mask[:, -3:] = 0  # What is padding is no later token.
+    for more in ({}, {"attention_mask": mask}):
+        inputs = sample_of({"input_ids": TOKENS, **more}).inputs
+        assert inputs is not None
+        assert leak_from_later(model, inputs) == 0
+        everything = {"attention_mask": torch.zeros(1, 1, *2 * TOKENS.shape[1:])}
+        leak = leak_from_later(model, {**inputs, **everything})
+        assert leak is not None
+        assert leak > 1e-3
+    assert leak_from_later(model, {"input_ids": TOKENS[:, :1]}) is None
+
+
+def test_a_changed_scale_is_in_the_facts_of_its_layer_alone() -> None:
+    model = toy_model()
+    before = facts_of(model, Sample()).attention
+    model.train()
+    assert facts_of(model, Sample()).attention == before
+    attention = next(part for part in model.modules() if hasattr(part, "scaling"))
+    attention.scaling = 1.0
+    after = facts_of(model, Sample()).attention
+    assert {layer for layer in before if after[layer] != before[layer]} == {"0"}
 
 
 def test_sharded_weights_are_refused_in_one_line_before_the_first_step(tmp_path: Path) -> None:
