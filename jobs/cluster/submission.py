@@ -179,14 +179,7 @@ class JobClient:
         for name in variables:
             if name not in os.environ:
                 raise RunError(f"--env {name}: expected the name of a variable that is set here")
-        cluster_version, own_version = self.client._server_ray_version or "unknown", ray.__version__
-        # Versions that differ only in their last part talk to each other.
-        if cluster_version.split(".")[:2] != own_version.split(".")[:2]:
-            raise RunError(
-                f"{self.url}: the cluster runs Ray {cluster_version}, this machine {own_version}; "
-                f"install ray[default]=={cluster_version} here, or start the cluster from the "
-                "image of this version"
-            )
+        self._check_ray_version()
         # All of this must be of one moment, or two commands could start two jobs.
         same_id = [job for job in self.jobs() if job.run_id == run.run_id]
         at_work = [job for job in same_id if job.run == str(run.path) and not job.ended]
@@ -196,34 +189,55 @@ class JobClient:
         job_id = run.run_id if attempt == 1 else f"{run.run_id}.{attempt}"
         metadata = {"headcount": run.run_id, "run": str(run.path), "attempt": f"{attempt}"}
         env_vars = hook_variables() | {name: os.environ[name] for name in variables}
-        deadline = time.monotonic() + AGENT_SECONDS
         with self._explained(), staged_code() as code:
             for name, content in (files or {}).items():
                 (code / name).parent.mkdir(parents=True, exist_ok=True)
                 (code / name).write_bytes(content)
             runtime_env = {"working_dir": str(code), "env_vars": env_vars}
-            while True:
-                try:
-                    self.client.submit_job(
-                        entrypoint=command_line(words),
-                        submission_id=job_id,
-                        runtime_env=dict(runtime_env),
-                        metadata=metadata,
-                    )
-                    line = f"{job_id}: submitted to {self.url}"
-                    return Submission(run.run_id, job_id, line, is_new=True)
-                except (RuntimeError, OSError) as error:
-                    # Two commands may find the same last job and submit the same id: Ray refuses
-                    # the second. Ray's answer may also be lost on the way. In both cases the job is
-                    # there, and that is what the user wanted.
-                    jobs_by_id = {job.job_id: job for job in self.jobs()}
-                    if job_id in jobs_by_id:
-                        return self._already_submitted(jobs_by_id[job_id])
-                    # A head that has just started is asked again for a while.
-                    is_early = "No available agent to submit job" in str(error)
-                    if not is_early or time.monotonic() > deadline:
-                        raise
-                    time.sleep(1)
+            return self._submitted(job_id, command_line(words), runtime_env, metadata)
+
+    def _check_ray_version(self) -> None:
+        """Refuse a cluster with a Ray that does not talk to ours."""
+        cluster_version, own_version = self.client._server_ray_version or "unknown", ray.__version__
+        # Versions that differ only in their last part talk to each other.
+        if cluster_version.split(".")[:2] != own_version.split(".")[:2]:
+            raise RunError(
+                f"{self.url}: the cluster runs Ray {cluster_version}, this machine {own_version}; "
+                f"install ray[default]=={cluster_version} here, or start the cluster from the "
+                "image of this version"
+            )
+
+    def _submitted(
+        self,
+        job_id: str,
+        entrypoint: str,
+        runtime_env: Mapping[str, object],
+        metadata: dict[str, str],
+    ) -> Submission:
+        """Submit a job. A head that has just started is asked again for a while."""
+        deadline = time.monotonic() + AGENT_SECONDS
+        while True:
+            try:
+                self.client.submit_job(
+                    entrypoint=entrypoint,
+                    submission_id=job_id,
+                    runtime_env=dict(runtime_env),
+                    metadata=metadata,
+                )
+            except (RuntimeError, OSError) as error:
+                # Two commands may find the same last job and submit the same id: Ray refuses the
+                # second. Ray's answer may also be lost on the way. In both cases the job is there,
+                # and that is what the user wanted.
+                jobs_by_id = {job.job_id: job for job in self.jobs()}
+                if job_id in jobs_by_id:
+                    return self._already_submitted(jobs_by_id[job_id])
+                is_early = "No available agent to submit job" in str(error)
+                if not is_early or time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+            else:
+                line = f"{job_id}: submitted to {self.url}"
+                return Submission(metadata["headcount"], job_id, line, is_new=True)
 
     def _already_submitted(self, job: Job) -> Submission:
         line = f"{job.job_id}: already submitted to {self.url}, {job.state}; headcount logs "
@@ -421,21 +435,29 @@ def submit(
                 "continues the run"
             )
     name = f"{safe_name(scan_file.stem)}.toml"
-    plugins: dict[str, bytes] = {}
-    beside: dict[str, bytes] = {}  # the queries in the folder of each
-    for plugin in scan.plugins:
-        folder = f"plugins/{plugin.digest}"
-        plugins[f"{folder}/{plugin.name}"] = plugin.content
-        beside |= {f"{folder}/{query.name}.sql": query.content for query in plugin.queries}
-    if plugins:
-        overrides = [*overrides, f"plugins={json.dumps([*plugins])}"]
+    files = {name: scan_file.read_bytes()}
+    if scan.plugins:
+        of_plugins = _files_of_plugins(scan)
+        sent = [file for file in of_plugins if not file.endswith(".sql")]
+        overrides = [*overrides, f"plugins={json.dumps(sent)}"]
+        files |= of_plugins
     words = ["scan", name, *options(overrides, resources)]
     # The driver numbers its run by what lies in `out`, where one that never began left nothing.
     if new or (begun is False and run != first_run):
         words.append("--new")
     elif run != first_run:
         words += ["--run", run.run_id]
-    return cluster.start(run, words, variables, {name: scan_file.read_bytes(), **plugins, **beside})
+    return cluster.start(run, words, variables, files)
+
+
+def _files_of_plugins(scan: Scan) -> dict[str, bytes]:
+    """The plug-ins of a scan by their names on the cluster, each with the queries beside it."""
+    files: dict[str, bytes] = {}
+    for plugin in scan.plugins:
+        folder = f"plugins/{plugin.digest}"
+        files[f"{folder}/{plugin.name}"] = plugin.content
+        files |= {f"{folder}/{query.name}.sql": query.content for query in plugin.queries}
+    return files
 
 
 def options(overrides: Sequence[str], resources: Resources) -> list[str]:
