@@ -201,7 +201,7 @@ FAULTS = tuple(
         ("no QK norm", "qwen3", without_qk_norm, 0, "q", "QK norm"),
         ("no cap", "gemma2", config(attn_logit_softcapping=None), 0, "pattern", "soft cap"),
         ("no last cap", "gemma2", config(final_logit_softcapping=None), None,
-         "final soft cap", "soft cap"),
+         "final soft cap", "final soft cap"),
         ("scale of scores", "gemma2", config(query_pre_attn_scalar=8), 0,
          "pattern", "attention scale"),
         ("bias lost", "qwen2", NO_BIAS, 2, "k", "bias"),

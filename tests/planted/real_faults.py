@@ -314,7 +314,7 @@ OF_KNOWN_KINDS = (
               changed(lambda w: w - 1, weight(6, "pre_feedforward_layernorm"))),
     RealFault("heads of o exchanged", GEMMA, 9, "attention output", "heads",
               changed(lambda w: w[:, torch.arange(1024).roll(256)], weight(9, OUT))),
-    RealFault("logits capped", GEMMA, None, "final soft cap", "soft cap",
+    RealFault("logits capped", GEMMA, None, "final soft cap", "final soft cap",
               of_files=config(final_logit_softcapping=30.0)),
     RealFault("BOS twice", GEMMA, None, "", "bos", of_files=change_tokenizer(bos_twice)),
 )  # fmt: skip
@@ -323,7 +323,7 @@ OF_KNOWN_KINDS = (
 OF_OTHER_KINDS = (
     RealFault("residuals scaled", SMOLLM2, 0, "residual stream", UNKNOWN,
               of_files=granite(residual_multiplier=0.9)),
-    RealFault("logits scaled", SMOLLM2, None, "final soft cap", "soft cap",
+    RealFault("logits scaled", SMOLLM2, None, "final soft cap", "final soft cap",
               of_files=granite(logits_scaling=8.0)),
     RealFault("rows of the embedding exchanged", SMOLLM2, None, "embedding", "vocabulary order",
               changed(rows_exchanged, embedding)),
