@@ -30,13 +30,13 @@ from headcount.workers.diff.comparison import (
 )
 from headcount.workers.diff.number_grids import FORMATS
 from headcount.workers.diff.passes import OWN_Z, Place
+from headcount.workers.diff.steps import windows_of
 from headcount.workers.diff.texts import (
     OF_TEXTS,
     SEQUENCES,
     inputs_of,
     sequence_length,
     tokenizer_causes,
-    windows_of,
 )
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.model_info import ModelInfo
@@ -79,7 +79,8 @@ class Difference:
                 name = f"sequences of {self.source.run_id}"
                 self.inputs = {name: stored_tokens(self.source)[:, :n_ctx]}
             self.n_ctx = next(iter(self.inputs.values())).shape[1]
-            self.longest_window = max(windows_of(ours, theirs), default=0)
+            windows = filter(None, (*windows_of(ours), *windows_of(theirs)))
+            self.longest_window = max(windows, default=0)
             self.of_texts, self.tokenizers = tokenizer_causes(*self.infos)
             self.comparison: Comparison = Comparer(ours, theirs, show).compare(self.inputs)
 
@@ -136,19 +137,14 @@ class Difference:
         is_same = comparison.verdict == "same"
         for name, both in comparison.losses.items():
             loss = _change(both)
-            words = f"changes by {loss['change']:+.2g} ± {loss['standard_error']:.1g}"
-            yield (
-                "does",
-                f"the loss on {name}, {loss['a']:.4f}, {'is the same' if is_same else words}",
-            )
+            words = "changes by {change:+.2g} ± {standard_error:.1g}".format(**loss)
+            words = "is the same" if is_same else words
+            yield "does", f"the loss on {name}, {loss['a']:.4f}, {words}"
         if not is_same and (heads := self._heads()):
-            texts = ", ".join(
-                "L{layer}H{head} {change:.2g} ± {standard_error:.1g}".format(**head)
-                for head in heads
-            )
+            words = "L{layer}H{head} {change:.2g} ± {standard_error:.1g}"
             largest = max(head["q"] for head in heads)
             about = f"change of z, as a share of it; above noise with q ≤ {largest:.1g}"
-            yield "heads", f"{texts} ({about})"
+            yield "heads", f"{', '.join(words.format(**head) for head in heads)} ({about})"
         yield from self._lines_on_input()
         if not is_same:
             yield "further", self._further()
@@ -164,10 +160,8 @@ class Difference:
 
     def _lines_on_causes(self) -> Iterator[tuple[str, str]]:
         if self.comparison.rounded:
-            counts = [
-                f"{counted(len(of), 'weight')} to {name}"
-                for name, of in self.comparison.rounded.items()
-            ]
+            rounded = self.comparison.rounded.items()
+            counts = [f"{counted(len(weights), 'weight')} to {name}" for name, weights in rounded]
             yield "rounded", ", ".join(counts)
         causes = list(self.causes.items())
         for cause, layers in causes[:MOST_CAUSES]:
@@ -209,13 +203,13 @@ class Difference:
         means, errors = by_head.mean(1), by_head.std(1) / sqrt(n_sequences)
         noise = self.comparison.noise.limit(Place(None, OWN_Z))
         q = q_of(p_above(means.numpy(), errors.numpy(), n_sequences - 1, noise))
-        names = ("layer", "head", "change", "standard_error", "q")
         numbers = zip(heads, means.tolist(), errors.tolist(), q.tolist(), strict=True)
         records = [
-            dict[str, float](zip(names, (*head, *rest), strict=True)) for head, *rest in numbers
+            {"layer": layer, "head": head, "change": mean, "standard_error": error, "q": of_all}
+            for (layer, head), mean, error, of_all in numbers
+            if mean > noise
         ]
-        changed = [record for record in records if record["change"] > noise]
-        return sorted(changed, key=lambda record: -record["change"])[:MOST_HEADS]
+        return sorted(records, key=lambda record: -record["change"])[:MOST_HEADS]
 
 
 def stored_tokens(run: RunDirectory) -> Tensor:
@@ -251,20 +245,18 @@ def _described(models: KnownModels, name: str, run: RunDirectory | None) -> Mode
 
 
 def _in_words(fault: Fault) -> str:
-    where = "" if fault.layer is None else f"layer {fault.layer}, "
-    heads = places = ""
-    preposition = " of" if fault.quantity == "rotation" else " before"
-    module = f" ({fault.module})" if fault.module else ""
-    if fault.is_input or fault.quantity == "rotation":
-        module = f"{preposition} {fault.module}"
+    words = fault.quantity if fault.layer is None else f"layer {fault.layer}, {fault.quantity}"
+    if fault.quantity == "rotation":
+        words += f" of {fault.module}"
+    elif fault.module:
+        words += f" before {fault.module}" if fault.is_input else f" ({fault.module})"
     if fault.heads and len(fault.heads) < fault.n_heads:
         shown = ", ".join(map(str, fault.heads[:8]))
-        heads = f", head{'s' if len(fault.heads) > 1 else ''} {shown} of {fault.n_heads}"
+        words += f", head{'s' if len(fault.heads) > 1 else ''} {shown} of {fault.n_heads}"
     if fault.positions < 1:
         share = f"{fault.positions:.0%} of positions"
-        places = f", at {share}, the first {fault.first_position}"
-    size = f"by {fault.size:.2g} of its size, noise is below {fault.limit:.1g}"
-    return f"{where}{fault.quantity}{module}{heads}{places}: {size}"
+        words += f", at {share}, the first {fault.first_position}"
+    return f"{words}: by {fault.size:.2g} of its size, noise is below {fault.limit:.1g}"
 
 
 def _change(losses: Tensor) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.workers.diff.passes import QK_NORM, WHOLE, parts_of
-from headcount.workers.diff.steps import LEFT, Step
+from headcount.workers.diff.steps import LEFT, Step, windows_of
 from headcount.workers.model.rotations import Rotation
 
 Signature = Callable[[Step], str | None]
@@ -51,23 +51,7 @@ def cause(kind: str) -> Callable[[Signature], Signature]:
     return register
 
 
-# What several layers together show
-
-
-def _have_same_matrices(block: nn.Module, other: nn.Module) -> bool:
-    ours, theirs = ([w for w in each.parameters() if w.dim() > 1] for each in (block, other))
-    return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
-
-
-@cause("layer order")
-def _layer_order(step: Step) -> str | None:
-    if not step.blocks or _have_same_matrices(*step.blocks):
-        return None
-    for other, block in enumerate(step.models[0].blocks):
-        if _have_same_matrices(block, step.blocks[1]):
-            order = "layers lie in another order, or twice"
-            return f"{order}: layer {step.place.layer} is A's {other}"
-    return None
+# What has no weights: the attention's facts, rotations, functions
 
 
 @cause("layer types")
@@ -75,32 +59,13 @@ def _layer_types(step: Step) -> str | None:
     layer = step.place.layer
     if layer is None or step.place.quantity not in ("pattern", "rotation"):
         return None
-    ours, theirs = (
-        [facts and facts.window for facts in map(model.facts, range(model.info.n_layers))]
-        for model in step.models
-    )
+    ours, theirs = map(windows_of, step.models)
     is_mixed = len({*ours}) == 2 and {*ours} == {*theirs}
     if not is_mixed or ours[layer] == theirs[layer]:
         return None
     is_inverted = all(one != other for one, other in zip(ours, theirs, strict=True))
     how = "inverted" if is_inverted else "in another order"
     return f"layers with and without a window are {how}"
-
-
-@cause("tied")
-def _tied(step: Step) -> str | None:
-    if step.place.quantity != "unembedding":
-        return None
-    unembeddings = step.parameters("weight")
-    embeddings = [model.modules("embed")[0]._parameters.get("weight") for model in step.models]
-    ours, theirs = (
-        one is not None and other is not None and one.equal(other)
-        for one, other in zip(unembeddings, embeddings, strict=True)
-    )
-    return "the unembedding is the embedding, and A's another matrix" if theirs > ours else None
-
-
-# What has no weights: the attention's facts, rotations, functions
 
 
 def _of_facts(kind: str, name: str, subject: str, value: str, absent: str = "") -> None:
@@ -150,17 +115,19 @@ def _rotation(step: Step) -> str | None:
         widths = theirs.cos.shape[-1], ours.cos.shape[-1]
         return f"{widths[0]} components are rotated, and {widths[1]} of A's"
     ratios = their_turns / turns
-    if (ratios - 1).abs().max() < 1e-4:
-        return "the angles are A's, and pair other components or have another length"
-    if (ratios - ratios[0]).abs().max() < 1e-3 * ratios[0].abs():
-        return f"positions are multiplied by {float(ratios[0]):.4g} (linear scaling)"
     # The turns of a base are base^(-i / count).
     places = torch.arange(len(ratios)) / len(ratios)
     bases = [float(each[-1]) ** (-1 / float(places[-1])) for each in (turns, their_turns)]
-    if (ratios / (bases[0] / bases[1]) ** places - 1).abs().max() < 1e-2:
+    if (ratios / (bases[0] / bases[1]) ** places - 1).abs().max() < 1e-2 and ratios[-1] != 1:
         return f"the rotary base is {bases[1]:,.0f}, and A's {bases[0]:,.0f}"
-    scaled = int(((ratios - 1).abs() > 1e-3).sum())
-    return f"{scaled} of {len(ratios)} rotary frequencies are scaled, as for longer contexts"
+    is_other = (ratios - 1).abs() > 1e-4
+    if not is_other.any():
+        return "the angles are A's, and pair other components or have another length"
+    most, least = float(ratios[is_other].max()), float(ratios[is_other].min())
+    times = f"{least:.4g}"
+    if not math.isclose(most, least, rel_tol=1e-3):
+        times += f" to {most:.4g}"
+    return f"{int(is_other.sum())} of {len(ratios)} rotary frequencies are {times} times A's"
 
 
 def _has_weights(module: nn.Module | None) -> bool:
@@ -169,31 +136,26 @@ def _has_weights(module: nn.Module | None) -> bool:
 
 @cause("activation function")
 def _activation(step: Step) -> str | None:
-    ours, theirs = step.modules
-    is_function = not any(map(_has_weights, step.modules))
-    if step.place.quantity != "MLP" or not is_function or type(ours) is type(theirs):
+    if step.place.quantity != "MLP" or any(map(_has_weights, step.modules)):
         return None
-    return (
-        f"the MLP's activation function is {type(theirs).__name__}, and A's {type(ours).__name__}"
-    )
+    ours, theirs = (type(module).__name__ for module in step.modules)
+    is_other = ours != theirs
+    return f"the MLP's activation function is {theirs}, and A's {ours}" if is_other else None
 
 
 @cause("QK norm")
 def _qk_norm(step: Step) -> str | None:
     if step.place.quantity not in ("q", "k", "rotation", "pattern"):
         return None
-    # A module without weights may stand in its place.
-    ours, theirs = (
-        {
-            name
-            for name, part in parts_of(block).items()
-            if name.rpartition(".")[2] in QK_NORM and _has_weights(part)
-        }
-        for block in step.blocks
-    )
-    if ours == theirs:
-        return None
-    return f"the norm of queries and keys is {'lost' if ours > theirs else 'added'}"
+
+    def names(block: nn.Module) -> set[str]:
+        # A module without weights may stand in its place.
+        parts = parts_of(block).items()
+        return {n for n, part in parts if n.rpartition(".")[2] in QK_NORM and _has_weights(part)}
+
+    ours, theirs = map(names, step.blocks)
+    verb = "lost" if ours > theirs else "added"
+    return f"the norm of queries and keys is {verb}" if ours != theirs else None
 
 
 # Weights that are A's in another arrangement
@@ -201,13 +163,17 @@ def _qk_norm(step: Step) -> str | None:
 
 @cause("exchanged")
 def _exchanged(step: Step) -> str | None:
-    """The weight of another module of A's layer, as of gate and up."""
+    """The weight of another module of A, as of gate and up, or of the same one in another layer."""
+    a = step.models[0]
     own = step.place.module or step.place.quantity
-    for name, part in parts_of(step.blocks[0]).items() if step.blocks else ():
-        weight = part._parameters.get("weight")
-        if weight is not None and step.fits_weight(weight):
-            return f"{own} has the weight of A's {name}"
-    return None
+    for layer, block in enumerate(a.blocks):
+        for name, part in parts_of(block).items():
+            if step.has_weight_of(part):
+                if layer != step.place.layer:
+                    return f"it has weights of A's layer {layer}"
+                return f"{own} has the weight of A's {name}"
+    is_tied = step.place.quantity == "unembedding" and step.has_weight_of(a.modules("embed")[0])
+    return "the unembedding is A's embedding" if is_tied else None
 
 
 @cause("vocabulary order")
@@ -242,9 +208,7 @@ def _rows(step: Step) -> str | None:
 @cause("heads")
 def _heads(step: Step) -> str | None:
     """Heads that are those of other places: exchanged, or copies of one another."""
-    # What a head adds to the output depends on z too, and its weights do not.
-    pair = step.weights_by_head or [x.permute(2, 0, 1, 3) for x in (step.ours, step.theirs)]
-    flat, their_flat = (x.flatten(1) for x in pair)  # [head ·]
+    flat, their_flat = (x.permute(2, 0, 1, 3).flatten(1) for x in (step.ours, step.theirs))
     distances = torch.cdist(their_flat, flat) / flat.norm(dim=1)
     nearest = distances.argmin(1).tolist()
     moved = [head for head, other in enumerate(nearest) if other != head]
@@ -266,13 +230,26 @@ def _in_heads(step: Step) -> str:
     return f" in head{'s' if len(step.heads) > 1 else ''} {', '.join(map(str, step.heads))}"
 
 
+def _is_shift(step: Step, *axes: int) -> bool:
+    """Whether the same is added along some axes of `[batch pos head d]`."""
+    return step.fits(step.ours + (step.theirs - step.ours).mean(axes))
+
+
 @cause("bias")
 def _bias(step: Step) -> str | None:
-    if not step.fits(step.ours + (step.theirs - step.ours).mean((0, 1))):
+    if not _is_shift(step, 0, 1):
         return None
     ours, theirs = (bias is not None and bool(bias.any()) for bias in step.parameters("bias"))
     verb = "lost" if ours > theirs else "added" if theirs > ours else "another than A's"
     return f"the bias of {step.place.quantity} is {verb}{_in_heads(step)}"
+
+
+@cause("position embeddings")
+def _positions(step: Step) -> str | None:
+    """Learned positions that begin one later or earlier."""
+    if step.place.quantity != "embedding" or len(step.ours) < 2 or not _is_shift(step, 0):
+        return None
+    return "what is added to the embeddings of each position differs"
 
 
 @cause("scale")
@@ -313,15 +290,6 @@ def _norm(step: Step) -> str | None:
     if not others or ours == others[0]:
         return None
     return f"the epsilon of the norm is {others[0]:g}, and A's {ours:g}"
-
-
-@cause("position embeddings")
-def _positions(step: Step) -> str | None:
-    """Learned positions that begin one later or earlier: the same shift in every sequence."""
-    if step.place.quantity != "embedding" or len(step.ours) < 2:
-        return None
-    is_of_positions = step.fits(step.ours + (step.theirs - step.ours).mean(0))
-    return "what is added to the embeddings of each position differs" if is_of_positions else None
 
 
 LARGEST_RANKED = 4096  # rows or columns of a weight whose difference is decomposed

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from headcount.schemas.errors import ModelError
 from headcount.workers.diff.causes import Cause, cause_of
-from headcount.workers.diff.noise import NoiseFloor, one_thread
+from headcount.workers.diff.noise import NoiseFloor
 from headcount.workers.diff.number_grids import FORMATS, rounding_between
-from headcount.workers.diff.passes import OWN_Z, Place, Side, built, run_visited
-from headcount.workers.diff.steps import Step, record_of, steps_between
+from headcount.workers.diff.passes import OWN_Z, Place, run_unseen
+from headcount.workers.diff.steps import Step, steps_between, windows_of
 from headcount.workers.engine.prediction_inputs import next_token_losses
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
@@ -95,16 +95,15 @@ class Comparer:
     """Compares two models of the same sizes; `compare` does it."""
 
     def __init__(self, a: Model, b: Model, show: Show) -> None:
-        self.a, self.b, self.show = Side("A", a), Side("B", b), show
-        for name, model in (self.a, self.b):
+        self.a, self.b, self.show = a, b, show
+        for model in (a, b):
             if model.attention_problem is not None:
                 raise ModelError(
-                    f"{name}, {model.info.name}: {model.attention_problem}; expected a causal "
-                    "language model that the fused engine measures, as headcount doctor --model "
-                    "says"
+                    f"{model.info.path}: {model.attention_problem}; expected a causal language "
+                    "model that the fused engine measures, as headcount doctor --model says"
                 )
             if not model.modules("unembed"):
-                raise ModelError(f"{name}: no unembedding was found, so there are no predictions")
+                raise ModelError(f"{model.info.path}: no unembedding, so there are no predictions")
         self.found = Comparison()
 
     def compare(self, inputs: Mapping[str, Tensor]) -> Comparison:
@@ -130,7 +129,7 @@ class Comparer:
         """How far z of each head is from A's, as a share of A's, in each sequence."""
         self._tell("comparing heads")
         changes = self.found.head_changes
-        for step in steps_between(self.a.model, record_of(self.a, tokens), self.b, tokens):
+        for step in steps_between(self.a, self.b, tokens):
             layer = step.place.layer
             if layer is not None and step.place.quantity == OWN_Z:
                 size = step.ours.norm(dim=(1, 3)).clamp(min=1e-30)
@@ -143,8 +142,7 @@ class Comparer:
         """
         self._tell("comparing weights")
         ours, theirs = (
-            dict(side.model.bare.named_parameters(remove_duplicate=False))
-            for side in (self.a, self.b)
+            dict(model.bare.named_parameters(remove_duplicate=False)) for model in (self.a, self.b)
         )
         for name in (name for name in ours if name in theirs):
             pair = ours[name], theirs[name]
@@ -156,15 +154,9 @@ class Comparer:
 
     def _measure_noise(self, tokens: Tensor) -> None:
         """A against itself: another batch, one thread, and another order of summation."""
-        layers = range(len(self.a.model.blocks))
-        for inside in ((), *_groups(layers)):
+        for inside in ((), *_groups(range(len(self.a.blocks)))):
             self._tell("measuring the noise of A against itself", inside)
-            record = record_of(self.a, tokens, inside)
-            with one_thread():
-                steps = steps_between(
-                    self.a.model, record, self.a, tokens[:1], inside, attend=built
-                )
-            self.found.noise.note(steps)
+            self.found.noise.note(steps_between(self.a, self.a, tokens, inside, as_noise=True))
 
     def _compare_layers(self, tokens: Tensor) -> None:
         self._tell("comparing all layers")
@@ -172,7 +164,7 @@ class Comparer:
             fault.quantity if fault.layer is None else fault.layer for fault in self.found.faults
         }
         wholes: dict[int, Step] = {}  # of layers that are to be looked into
-        for step in steps_between(self.a.model, record_of(self.a, tokens), self.b, tokens):
+        for step in steps_between(self.a, self.b, tokens):
             layer, quantity = step.place.layer, step.place.quantity
             is_new = (quantity if layer is None else layer) not in known
             if quantity == OWN_Z or not is_new:
@@ -183,9 +175,8 @@ class Comparer:
                 wholes[layer] = step
         for inside in _groups([*wholes]):
             self._tell("locating the difference", inside)
-            record = record_of(self.a, tokens, inside)
             located: set[int | None] = set()
-            for step in steps_between(self.a.model, record, self.b, tokens, inside):
+            for step in steps_between(self.a, self.b, tokens, inside):
                 if self._departs(step):
                     self._note(step)
                     located.add(step.place.layer)
@@ -200,24 +191,21 @@ class Comparer:
 
     def _has_other_window(self, layer: int | None) -> bool:
         assert layer is not None
-        longest = min(model.info.n_ctx for _, model in (self.a, self.b))
-        facts = [model.facts(layer) for _, model in (self.a, self.b)]
-        windows = {min(each.window or longest, longest) for each in facts if each is not None}
-        return len(windows) > 1
+        longest = min(self.a.info.n_ctx, self.b.info.n_ctx)
+        windows = [windows_of(model)[layer] or longest for model in (self.a, self.b)]
+        return min(windows[0], longest) != min(windows[1], longest)
 
     def _note(self, step: Step) -> None:
         """Say what differs, and what it looks like."""
-        place, limit = step.place, self.found.noise.limit(step.place)
-        step = step.by_contributions()
-        sizes = step.sizes()  # [batch pos head]
-        is_other = sizes > limit
-        n_heads = sizes.shape[2]
-        heads = is_other.any(0).any(0).nonzero().flatten().tolist() if n_heads > 1 else []
-        step = replace(step, heads=tuple(heads))
-        is_position = is_other.any(2).any(0)
+        sizes, limit = step.sizes(), self.found.noise.limit(step.place)  # [batch pos head]
+        is_position = (sizes > limit).any(2).any(0)
+        step = step.by_head()
+        n_heads = step.ours.shape[2]
+        is_head = (step.sizes() > limit).any(0).any(0)
+        step = replace(step, heads=tuple(is_head.nonzero().flatten().tolist() * (n_heads > 1)))
         self.found.faults.append(
             Fault(
-                *place, step.heads, n_heads,
+                *step.place, step.heads, n_heads,
                 first_position=int(is_position.int().argmax()),
                 positions=float(is_position.float().mean()),
                 size=float(sizes.max()), limit=limit, cause=cause_of(step),
@@ -228,8 +216,8 @@ class Comparer:
         """Compare the embeddings of tokens that the input lacks."""
         if any(fault.quantity == "embedding" for fault in self.found.faults):
             return
-        models = self.a.model, self.b.model
-        tokens = torch.arange(self.a.model.info.d_vocab)[None]
+        models = self.a, self.b
+        tokens = torch.arange(self.a.info.d_vocab)[None]
         ours, theirs = (model.modules("embed")[0](tokens)[:, :, None] for model in models)
         step = Step(Place(None, "embedding"), models, ours, theirs)
         if ours.shape == theirs.shape and self._departs(step):
@@ -242,9 +230,9 @@ class Comparer:
         losses: list[Tensor] = []
         for start, batch in zip(range(0, len(tokens), BATCH), tokens.split(BATCH), strict=True):
             self._tell(f"losses on {name}, sequence {start} of {len(tokens)}")
-            for side in (self.a, self.b):
-                rows = run_visited(side, batch)[:, positions].flatten(0, 1)
-                of_rows = next_token_losses(side.model, rows, batch[:, positions + 1].flatten())
+            for model in (self.a, self.b):
+                rows = run_unseen(model, batch)[:, positions].flatten(0, 1)
+                of_rows = next_token_losses(model, rows, batch[:, positions + 1].flatten())
                 losses.append(of_rows.view(len(batch), -1).mean(1))
         return torch.stack([torch.cat(losses[side::2]) for side in (0, 1)])
 

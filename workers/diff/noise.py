@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from statistics import NormalDist, fmean, median_high, stdev
 
 import torch
@@ -44,14 +43,3 @@ class NoiseFloor:
     def middle(self) -> float:
         """The middle of all differences."""
         return median_high(size for sizes in self.sizes.values() for size in sizes)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Within it, PyTorch adds up on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

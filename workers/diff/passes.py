@@ -36,13 +36,6 @@ UNEMBEDDED = 24  # positions of a sequence whose logits are seen: vocabularies m
 NOTHING = torch.empty(0)
 
 
-class Side(NamedTuple):
-    """One of two models, by the name that messages use."""
-
-    name: str
-    model: Model
-
-
 class Place(NamedTuple):
     """Where a tensor is seen: the same place in two forms of one model."""
 
@@ -55,26 +48,7 @@ class Place(NamedTuple):
 Visit = Callable[[Place, Tensor], Tensor]
 """Sees a tensor at a place, and returns what the model goes on with."""
 
-
-def run_visited(
-    side: Side,
-    tokens: Tensor,
-    visit: Visit = lambda _, tensor: tensor,
-    inside: Collection[int] = (),
-    attend: Attend | None = None,
-) -> Tensor:
-    """Run a model on tokens `[batch pos]`: what the unembedding reads, `[batch pos d_model]`.
-
-    It looks into the layers `inside`, and if there are any ends behind the last of them.
-    """
-    return _VisitedPass(side, tokens, visit, inside, attend or swept).run()
-
-
-def visit_logits(model: Model, normed: Tensor, visit: Visit) -> None:
-    """See what the unembedding makes of what it reads, and what becomes of that."""
-    places = torch.linspace(0, normed.shape[1] - 1, UNEMBEDDED).long()
-    unembedded = visit(Place(None, "unembedding"), model.unembed(normed[:, places]))
-    visit(Place(None, "final soft cap"), model.changed_logits(unembedded)[0])
+Hook = Callable[..., Any]
 
 
 def swept(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
@@ -110,34 +84,55 @@ def parts_of(block: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in block.named_modules() if name}
 
 
+def run_visited(
+    model: Model, tokens: Tensor, visit: Visit, inside: Collection[int], attend: Attend = swept
+) -> None:
+    """Run a model on tokens `[batch pos]`, and see what each layer makes.
+
+    It looks into the layers `inside`; if there are any, the pass ends behind the last of them.
+    """
+    normed = _VisitedPass(model, tokens, visit, inside, attend).run()
+    if not inside:
+        places = torch.linspace(0, tokens.shape[1] - 1, UNEMBEDDED).long()
+        unembedded = visit(Place(None, "unembedding"), model.unembed(normed[:, places]))
+        visit(Place(None, "final soft cap"), model.changed_logits(unembedded)[0])
+
+
+def run_unseen(model: Model, tokens: Tensor) -> Tensor:
+    """What the unembedding reads of tokens `[batch pos]`: `[batch pos d_model]`."""
+    return _VisitedPass(model, tokens, lambda _, tensor: tensor, (), swept).run()
+
+
 class _VisitedPass:
     """The hooks of one pass."""
 
     def __init__(
-        self, side: Side, tokens: Tensor, visit: Visit, inside: Collection[int], attend: Attend
+        self, model: Model, tokens: Tensor, visit: Visit, inside: Collection[int], attend: Attend
     ) -> None:
-        self.side, self.tokens, self.visit = side, tokens, visit
+        self.model, self.tokens, self.visit = model, tokens, visit
         self.inside, self.attend = inside, attend
         self.layer = -1  # that runs now
         self.normed = NOTHING
 
     def run(self) -> Tensor:
-        model = self.side.model
-        (unembedding,) = model.modules("unembed")
+        (unembedding,) = self.model.modules("unembed")
         with ExitStack() as hooks, suppress(StopPass):
-            for layer, block in enumerate(model.blocks):
-                begin, end = partial(self._begin_layer, layer), partial(self._end_layer, layer)
-                hooks.enter_context(block.register_forward_pre_hook(begin, with_kwargs=True))
-                for name, part in parts_of(block).items() if layer in self.inside else ():
-                    begin_part, end_part = partial(self._begin, name), partial(self._end, name)
-                    hooks.enter_context(
-                        part.register_forward_pre_hook(begin_part, with_kwargs=True)
-                    )
-                    hooks.enter_context(part.register_forward_hook(end_part))
-                hooks.enter_context(block.register_forward_hook(end))
+
+            def hook(module: nn.Module, begin: Hook, end: Hook) -> None:
+                before = module.register_forward_pre_hook(begin, with_kwargs=True)
+                hooks.enter_context(before)
+                hooks.enter_context(module.register_forward_hook(end))
+
+            for layer, block in enumerate(self.model.blocks):
+                parts = parts_of(block) if layer in self.inside else {}
+                for name, part in parts.items():
+                    hook(part, partial(self._begin, name), partial(self._end, name))
+                hook(block, partial(self._begin_layer, layer), partial(self._end_layer, layer))
             hooks.enter_context(unembedding.register_forward_pre_hook(self._end_pass))
-            model.run_bare(self.tokens, self._attend)
+            self.model.run_bare(self.tokens, self._attend)
         return self.normed
+
+    # Arguments and outputs may be anything that a library hands on.
 
     def _begin_layer(self, layer: int, _module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         self.layer = layer
@@ -146,13 +141,13 @@ class _VisitedPass:
         embedded = self.visit(Place(None, "embedding"), _given(args, kwargs))
         return _with_given(args, kwargs, embedded)
 
-    def _end_layer(self, layer: int, _module: nn.Module, _args: object, output: Any) -> Any:  # noqa: ANN401
+    def _end_layer(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401
         stream = first_of(output)
         if not stream.isfinite().all():
-            problem = self.side.model.weight_problem or "its numbers overflow there"
+            problem = self.model.weight_problem or "its numbers overflow there"
             raise ModelError(
-                f"{self.side.name}: layer {layer} puts out NaN or infinity ({problem}), expected "
-                "numbers; nothing can be compared behind it"
+                f"{self.model.info.path}: layer {layer} puts out NaN or infinity ({problem}), "
+                "expected numbers; nothing can be compared behind it"
             )
         quantity = "residual stream" if layer in self.inside else WHOLE
         stream = self.visit(Place(layer, quantity), stream)
@@ -187,7 +182,7 @@ class _VisitedPass:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
         if self.layer not in self.inside:
             return self.visit(Place(self.layer, OWN_Z), self.attend(q, k, v, facts))
-        can_undo = self.side.model.can_undo_rotation(self.layer)
+        can_undo = self.model.can_undo_rotation(self.layer)
         rotation = facts.rotation if can_undo else None
         q, k = self._rotated("q", q, rotation), self._rotated("k", k, rotation)
         v = self.visit(Place(self.layer, "v"), v.transpose(1, 2)).transpose(1, 2)
@@ -211,4 +206,6 @@ def _with_given(args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor) ->
 
 
 def _with_first(output: Any, first: Tensor) -> Any:  # noqa: ANN401
-    return (first, *output[1:]) if isinstance(output, tuple | list) else first
+    if not isinstance(output, tuple | list):
+        return first
+    return type(output)((first, *output[1:]))  # Some models add lists of them up.

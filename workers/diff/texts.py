@@ -10,6 +10,7 @@ from torch import Tensor
 from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.diff.causes import Cause
+from headcount.workers.diff.steps import windows_of
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.info.text_tokenizer import PROBE, TextTokenizer, load_tokenizer
@@ -35,15 +36,10 @@ CUT_TEXTS = (
 """Texts that tokenizers are compared on: digits, spaces, tables, code, scripts, special tokens."""
 
 
-def windows_of(*models: Model) -> list[int]:
-    """The windows of all their layers."""
-    facts = (model.facts(layer) for model in models for layer in range(model.info.n_layers))
-    return [each.window for each in facts if each is not None and each.window is not None]
-
-
 def sequence_length(a: Model, b: Model) -> int:
     """Tokens of a sequence: enough to leave every window of either model, up to a bound."""
-    wanted = max([LEAST_TOKENS, *(window + BEYOND_WINDOW for window in windows_of(a, b))])
+    windows = filter(None, (*windows_of(a), *windows_of(b)))
+    wanted = max([LEAST_TOKENS, *(window + BEYOND_WINDOW for window in windows)])
     return min(wanted, MOST_TOKENS, a.info.n_ctx, b.info.n_ctx)
 
 
@@ -103,19 +99,18 @@ def tokenizer_causes(a: ModelInfo, b: ModelInfo) -> tuple[list[Cause], str]:
     ours, theirs = (load_tokenizer(info.tokenizer) for info in (a, b))
     causes: list[Cause] = []
     words = f"the same on {len(CUT_TEXTS)} texts"
-    pairs = [[each.encode(text, add_special_tokens=False) for each in (ours, theirs)]
-             for text in CUT_TEXTS]  # fmt: skip
-    differing = [
-        (text, pair) for text, pair in zip(CUT_TEXTS, pairs, strict=True)
-        if pair[0].ids != pair[1].ids
-    ]  # fmt: skip
-    if differing:
-        share = f"{len(differing)} of {len(CUT_TEXTS)} texts"
+    cuts: list[tuple[str, str]] = []  # of texts that become other tokens
+    for text in CUT_TEXTS:
+        pair = [each.encode(text, add_special_tokens=False) for each in (ours, theirs)]
+        if pair[0].ids != pair[1].ids:
+            # Several tokens may make up one letter, which then is a part of each.
+            our_cut, their_cut = ("|".join(text[slice(*o)] for o in each.offsets) for each in pair)
+            cuts.append((our_cut, their_cut))
+    if cuts:
+        share = f"{len(cuts)} of {len(CUT_TEXTS)} texts"
         words = f"not the same on {share}"
-        text, pair = min(differing, key=lambda each: len(each[1][0].ids))
-        # Several tokens may make up one letter, which then is a part of each.
-        cuts = ["|".join(text[slice(*part)] for part in each.offsets) for each in pair]
-        sentence = f"{share} become other tokens, such as {cuts[1]!r} for A's {cuts[0]!r}"
+        our_cut, their_cut = min(cuts, key=lambda pair: len(pair[0]))
+        sentence = f"{share} become other tokens, such as {their_cut!r} for A's {our_cut!r}"
         causes.append(Cause("tokenizer", sentence))
     counts = _bos_count(ours, a), _bos_count(theirs, b)
     if counts[0] != counts[1]:

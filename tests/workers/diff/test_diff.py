@@ -366,8 +366,9 @@ def test_what_cannot_be_compared_is_refused_in_a_line(
     )
     nan = planted.weights(lambda t: t[planted.of(2, "v")].fill_(torch.nan))
     assert refusals(nan) == (
-        "B: layer 2 puts out NaN or infinity (model.layers.2.self_attn.v_proj.weight holds numbers "
-        "that are NaN or infinite), expected numbers; nothing can be compared behind it"
+        f"{tmp_path}/other: layer 2 puts out NaN or infinity "
+        "(model.layers.2.self_attn.v_proj.weight holds numbers that are NaN or infinite), "
+        "expected numbers; nothing can be compared behind it"
     )
 
 
