@@ -178,6 +178,17 @@ def test_a_fault_beneath_coarse_rounding_is_found(llama: Path, tmp_path: Path) -
     assert {one.quantity for one in comparison.faults} == {"rotation"}
 
 
+def test_a_fault_in_a_norm_of_queries_is_found_beneath_their_rounding(tmp_path: Path) -> None:
+    """In Gemma 3 the norm is not seen by itself: its fault shows where the projection's would."""
+    whole = toy.save_model(tmp_path / "whole", planted.FAMILIES["gemma3"]())
+    norm = planted.noisy("model.layers.1.self_attn.q_norm.weight", 0.5)
+    rounded = planted.both(planted.each_matrix(Tensor.bfloat16), norm)
+    faulty = toy.copy_of(whole, tmp_path / "faulty", rounded)
+    comparison = planted.compared(planted.model_in(whole), planted.model_in(faulty))
+    assert (comparison.verdict, comparison.rounding) == ("different", "bfloat16")
+    assert [(one.layer, one.quantity) for one in comparison.faults] == [(1, "q")]
+
+
 # Tokenizers
 
 
