@@ -4,47 +4,46 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from math import sqrt
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from headcount.jobs.bars import bar
 from headcount.jobs.commands.model_report import listed_layers
 from headcount.jobs.plan.plan import where_begun
-from headcount.schemas.errors import ModelError, counted, unknown
+from headcount.queries.ask.asking import open_runs
+from headcount.schemas.errors import ModelError, QueryError, counted, unknown
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import absolute
 from headcount.schemas.significance import p_above, q_of
-from headcount.workers.diff.causes import CAUSES, OF_LAYERS, OF_TEXTS, UNKNOWN, Cause
+from headcount.workers.diff.causes import CAUSES, UNKNOWN, Cause
 from headcount.workers.diff.comparison import (
     LAYER_SEQUENCES,
     Comparer,
     Comparison,
-    Departure,
+    Fault,
     check_sizes,
 )
-from headcount.workers.diff.layer_steps import Z_KEY
 from headcount.workers.diff.number_grids import FORMATS
+from headcount.workers.diff.passes import OWN_Z, Place
+from headcount.workers.diff.steps import windows_of
 from headcount.workers.diff.texts import (
+    OF_TEXTS,
+    SEQUENCES,
     inputs_of,
     sequence_length,
-    stored_tokens,
     tokenizer_causes,
 )
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.model_info import ModelInfo
-from headcount.workers.model.model import Model
 from headcount.workers.run_model import RunModel
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 ROUNDING = "rounding"
-KINDS = ("same", ROUNDING, *FORMATS, *CAUSES, *OF_LAYERS, *OF_TEXTS, UNKNOWN)
+KINDS = ("same", ROUNDING, *FORMATS, *CAUSES, *OF_TEXTS, UNKNOWN)
 
 MOST_CAUSES, MOST_HEADS = 5, 5  # that are said
 
@@ -61,40 +60,29 @@ class Difference:
 
     def __init__(self, a: str, b: str, console: Console) -> None:
         self.names = a, b
-        self.sides = _run_at(a), _run_at(b)
-        self.runs = self.sides  # in which both are measured; None where it is not
+        self.runs = _run_at(a), _run_at(b)  # in which both are measured; None where it is not
         models = KnownModels()
         with bar(console, "") as show:
             show("reading the models", None)
-            infos = [_described(models, name) for name in self.names]
-            self.infos = infos
-            check_sizes(*infos)
-            loaded: list[Model] = []
-            for info in infos:
-                show(f"loading {info.name}", None)
-                loaded.append(models.load(info, "raw", "cpu"))
-            comparer = Comparer(loaded[0], loaded[1], show)
-            n_ctx = sequence_length(loaded[0], loaded[1])
-            # A run has its input; of two runs, it is the first one's.
-            self.source, self.reader = next(
-                ((run, info) for run, info in zip(self.sides, infos, strict=True) if run),
-                (None, infos[0]),
-            )
-            if self.source is not None:
-                tokens = stored_tokens(self.source)
-                n_ctx = min(tokens.shape[1], loaded[0].info.n_ctx, loaded[1].info.n_ctx)
-                inputs = {f"sequences of {self.source.run_id}": tokens[:, :n_ctx]}
-            else:
-                inputs = inputs_of(self.reader, n_ctx)
-            self.n_ctx, self.inputs = n_ctx, inputs
-            self.windows = [
-                facts.window
-                for model in loaded
-                for layer in range(model.info.n_layers)
-                if (facts := model.facts(layer)) and facts.window and facts.window >= n_ctx
+            self.infos = [
+                _described(models, *side) for side in zip(self.names, self.runs, strict=True)
             ]
-            self.of_texts, self.tokenizers = tokenizer_causes(*infos)
-            self.comparison: Comparison = comparer.compare(inputs)
+            check_sizes(*self.infos)
+            show("loading the models", None)
+            ours, theirs = (models.load(info, "raw", "cpu") for info in self.infos)
+            # A run has its input; of two runs, it is the first one's.
+            self.source = self.runs[0] or self.runs[1]
+            self.reader = self.infos[self.runs.index(self.source)]  # whose tokens they are
+            self.inputs = inputs_of(self.reader, sequence_length(ours, theirs))
+            if self.source is not None:
+                n_ctx = min(info.n_ctx for info in self.infos)
+                name = f"sequences of {self.source.run_id}"
+                self.inputs = {name: stored_tokens(self.source)[:, :n_ctx]}
+            self.n_ctx = next(iter(self.inputs.values())).shape[1]
+            windows = filter(None, (*windows_of(ours), *windows_of(theirs)))
+            self.longest_window = max(windows, default=0)
+            self.of_texts, self.tokenizers = tokenizer_causes(*self.infos)
+            self.comparison: Comparison = Comparer(ours, theirs, show).compare(self.inputs)
 
     @property
     def verdict(self) -> str:
@@ -112,68 +100,54 @@ class Difference:
             return 1
         return int(any(cause.kind not in allowed for cause in self.causes))
 
-    def record(self) -> dict[str, Any]:
-        """Everything, for programs."""
+    def json(self) -> str:
+        """Everything, for programs; undefined numbers are null."""
         comparison = self.comparison
-        return {
+        losses = comparison.losses.items()
+        record = {
             "a": self.names[0],
             "b": self.names[1],
             "verdict": self.verdict,
             "rounding": comparison.rounding or None,
-            "causes": [asdict(cause) | {"layers": of} for cause, of in self.causes.items()],
-            "departures": [asdict(departure) for departure in comparison.departures],
+            "rounded": comparison.rounded,
+            "causes": [asdict(cause) | {"layers": layers} for cause, layers in self.causes.items()],
+            "faults": [asdict(fault) for fault in comparison.faults],
             "tokenizers": self.tokenizers,
-            "losses": {
-                name: dict(zip(("a", "b", "change", "standard_error"), _change(both), strict=True))
-                for name, both in comparison.losses.items()
-            },
-            "heads": [
-                {"layer": layer, "head": head, "change": mean, "standard_error": error, "q": q}
-                for (layer, head), mean, error, q in self._heads()
-            ],
+            "losses": {name: _change(both) for name, both in losses},
+            "heads": self._heads(),
             "n_ctx": self.n_ctx,
             "sequences": {name: len(tokens) for name, tokens in self.inputs.items()},
             "noise": comparison.noise.middle,
             "comparisons": comparison.noise.comparisons,
         }
-
-    def json(self) -> str:
-        """The record as JSON, in which undefined numbers are null."""
-        text = json.dumps(self.record(), default=str)
+        text = json.dumps(record)
         return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """A word and its text, at most twenty."""
+        comparison = self.comparison
         yield "verdict", f"{self.verdict}: {self._sentence()}"
-        shown = self.comparison.faults or self.comparison.departures
-        yield from self._lines_on_places(shown)
-        for name, both in self.comparison.losses.items():
-            ours, _, change, error = _change(both)
-            words = f"changes by {change:+.2g} ± {error:.1g}" if shown else "is the same"
-            yield "does", f"the loss on {name}, {ours:.4f}, {words}"
-        if shown and (heads := self._heads()):
-            texts = (
-                f"L{layer}H{head} {mean:.2g} ± {error:.1g}"
-                for (layer, head), mean, error, _ in heads
-            )
-            largest = max(q for *_, q in heads)
+        if comparison.faults:
+            yield "begins", _in_words(comparison.faults[0])
+        layers = sorted({fault.layer for fault in comparison.faults if fault.layer is not None})
+        if len(layers) > 1:
+            steps = counted(len(comparison.faults), "step")
+            yield "", f"{steps} of {listed_layers(layers)}, each by itself"
+        yield from self._lines_on_causes()
+        is_same = comparison.verdict == "same"
+        for name, both in comparison.losses.items():
+            loss = _change(both)
+            words = "changes by {change:+.2g} ± {standard_error:.1g}".format(**loss)
+            words = "is the same" if is_same else words
+            yield "does", f"the loss on {name}, {loss['a']:.4f}, {words}"
+        if not is_same and (heads := self._heads()):
+            words = "L{layer}H{head} {change:.2g} ± {standard_error:.1g}"
+            largest = max(head["q"] for head in heads)
             about = f"change of z, as a share of it; above noise with q ≤ {largest:.1g}"
-            yield "heads", f"{', '.join(texts)} ({about})"
+            yield "heads", f"{', '.join(words.format(**head) for head in heads)} ({about})"
         yield from self._lines_on_input()
-        if shown:
+        if not is_same:
             yield "further", self._further()
-
-    def _further(self) -> str:
-        """How rows of both sides are compared: of two runs those that are there."""
-        a, b = self.runs
-        if a is None or b is None:
-            names = " and ".join(f"--set model={shlex.quote(name)}" for name in self.names)
-            return f"headcount scan FILE {names}, then headcount query runs run_changes"
-        if a.path.parent != b.path.parent:
-            return "headcount query DIRECTORY run_changes, once both runs lie in one directory"
-        pair = f"run_id = '{b.run_id}' AND other_run = '{a.run_id}'"
-        sql = f"FROM run_changes WHERE {pair} ORDER BY q"
-        return f'headcount query {shlex.quote(str(a.path.parent))} "{sql}"'
 
     def _sentence(self) -> str:
         if self.comparison.faults:
@@ -184,17 +158,14 @@ class Difference:
             return f"B is A but for weights that are rounded to {self.comparison.rounding}"
         return "A and B compute the same, within the arithmetic of float32"
 
-    def _lines_on_places(self, shown: Sequence[Departure]) -> Iterator[tuple[str, str]]:
-        if shown:
-            yield "begins", _in_words(shown[0])
-        layers = sorted({one.layer for one in shown if one.layer is not None})
-        if len(layers) > 1:
-            yield "", f"{counted(len(shown), 'step')} of {listed_layers(layers)}, each by itself"
-        if self.comparison.faults and self.comparison.rounding:
-            yield "rounding", f"other weights are rounded to {self.comparison.rounding}"
+    def _lines_on_causes(self) -> Iterator[tuple[str, str]]:
+        if self.comparison.rounded:
+            rounded = self.comparison.rounded.items()
+            counts = [f"{counted(len(weights), 'weight')} to {name}" for name, weights in rounded]
+            yield "rounded", ", ".join(counts)
         causes = list(self.causes.items())
-        for cause, of in causes[:MOST_CAUSES]:
-            where = f"{listed_layers(sorted(of))}: " if of else ""
+        for cause, layers in causes[:MOST_CAUSES]:
+            where = f"{listed_layers(sorted(layers))}: " if layers else ""
             yield "looks like", f"{cause.kind}: {where}{cause.sentence}"
         if len(causes) > MOST_CAUSES:
             yield "", f"and {len(causes) - MOST_CAUSES} more, which --json lists"
@@ -203,27 +174,53 @@ class Difference:
         yield "tokenizers", self.tokenizers
         kinds = " and ".join(f"{len(tokens)} {name}" for name, tokens in self.inputs.items())
         yield "input", f"{kinds} of {self.n_ctx} of A's tokens; layers on {LAYER_SEQUENCES} of each"
-        if self.windows:
-            longest = f"a window of {max(self.windows):,} tokens"
+        if self.longest_window >= self.n_ctx:
+            longest = f"a window of {self.longest_window:,} tokens"
             yield "", f"{longest} is longer than the input: masks alone were compared"
         noise = self.comparison.noise
         count = f"{noise.comparisons:,} comparisons of A with itself"
         yield "noise", f"{noise.middle:.1g}, the middle of {count} in another order of summation"
 
-    def _heads(self) -> list[tuple[tuple[int, int], float, float, float]]:
-        """The heads whose z changed most: mean change, its standard error over sequences, and q.
+    def _further(self) -> str:
+        """What compares rows of both sides."""
+        a, b = self.runs
+        if a is None or b is None or a.path.parent != b.path.parent:
+            return "--report FILE.html measures both sides, and writes a page with them"
+        pair = f"run_id = '{b.run_id}' AND other_run = '{a.run_id}'"
+        sql = f"FROM run_changes WHERE {pair} ORDER BY q"
+        return f'headcount query {shlex.quote(str(a.path.parent))} "{sql}"'
 
-        q is that of all heads, of a change no larger than the noise of z.
+    def _heads(self) -> list[dict[str, float]]:
+        """The heads whose z changed most, on average over sequences, and q: that of all heads, of a
+        change no larger than the noise of z.
         """
         changes = self.comparison.head_changes
-        means = np.array([float(each.mean()) for each in changes.values()])
-        errors = np.array([_error(each) for each in changes.values()])
-        sequences = max(map(len, changes.values()), default=0)
-        noise = self.comparison.noise.limit(Z_KEY)
-        q = q_of(p_above(means, errors, sequences - 1, noise))
-        numbers = zip(changes, means.tolist(), errors.tolist(), q.tolist(), strict=True)
-        changed = [head for head in numbers if head[1] > noise]
-        return sorted(changed, key=lambda head: -head[1])[:MOST_HEADS]
+        if not changes:
+            return []
+        heads = [(layer, head) for layer in changes for head in range(changes[layer].shape[1])]
+        by_head = torch.cat([changes[layer].T for layer in changes])  # [head sequence]
+        n_sequences = by_head.shape[1]
+        means, errors = by_head.mean(1), by_head.std(1) / sqrt(n_sequences)
+        noise = self.comparison.noise.limit(Place(None, OWN_Z))
+        q = q_of(p_above(means.numpy(), errors.numpy(), n_sequences - 1, noise))
+        numbers = zip(heads, means.tolist(), errors.tolist(), q.tolist(), strict=True)
+        records = [
+            {"layer": layer, "head": head, "change": mean, "standard_error": error, "q": of_all}
+            for (layer, head), mean, error, of_all in numbers
+            if mean > noise
+        ]
+        return sorted(records, key=lambda record: -record["change"])[:MOST_HEADS]
+
+
+def stored_tokens(run: RunDirectory) -> Tensor:
+    """The tokens of the first sequences of a run, `[sequence pos]`."""
+    rows = open_runs(run.path).rows(
+        "SELECT tokens FROM sequences WHERE intervention = 'none' "
+        f"ORDER BY sequence LIMIT {SEQUENCES}"
+    )
+    if not rows:
+        raise QueryError(f"{run.path}: has no sequences under the intervention none")
+    return torch.tensor([tokens for (tokens,) in rows])
 
 
 def _run_at(name: str) -> RunDirectory | None:
@@ -233,9 +230,8 @@ def _run_at(name: str) -> RunDirectory | None:
     return run if is_run else None
 
 
-def _described(models: KnownModels, name: str) -> ModelInfo:
+def _described(models: KnownModels, name: str, run: RunDirectory | None) -> ModelInfo:
     """The model of a name; that of a run has the weights that the run measured."""
-    run = _run_at(name)
     if run is None:
         return models.describe(name)
     try:
@@ -248,33 +244,28 @@ def _described(models: KnownModels, name: str) -> ModelInfo:
         ) from None
 
 
-def _in_words(departure: Departure) -> str:
-    where = "" if departure.layer is None else f"layer {departure.layer}, "
-    what = departure.quantity
-    if departure.quantity == "rotation":
-        what += f" of {departure.module}"
-    elif departure.is_input and departure.module:
-        what += f" before {departure.module}"
-    elif departure.module:
-        what += f" ({departure.module})"
-    heads = ""
-    if departure.heads and len(departure.heads) < departure.n_heads:
-        shown = ", ".join(map(str, departure.heads[:8]))
-        heads = f", head{'s' if len(departure.heads) > 1 else ''} {shown} of {departure.n_heads}"
-    places = ""
-    if departure.positions < 1:
-        share = f"{departure.positions:.0%} of positions"
-        places = f", at {share}, the first {departure.first_position}"
-    size = f"by {departure.size:.2g} of its size, noise is below {departure.limit:.1g}"
-    return f"{where}{what}{heads}{places}: {size}"
+def _in_words(fault: Fault) -> str:
+    words = fault.quantity if fault.layer is None else f"layer {fault.layer}, {fault.quantity}"
+    if fault.quantity == "rotation":
+        words += f" of {fault.module}"
+    elif fault.module:
+        words += f" before {fault.module}" if fault.is_input else f" ({fault.module})"
+    if fault.heads and len(fault.heads) < fault.n_heads:
+        shown = ", ".join(map(str, fault.heads[:8]))
+        words += f", head{'s' if len(fault.heads) > 1 else ''} {shown} of {fault.n_heads}"
+    if fault.positions < 1:
+        share = f"{fault.positions:.0%} of positions"
+        words += f", at {share}, the first {fault.first_position}"
+    return f"{words}: by {fault.size:.2g} of its size, noise is below {fault.limit:.1g}"
 
 
-def _error(values: Tensor) -> float:
-    return float(values.std() / sqrt(len(values))) if len(values) > 1 else float("nan")
-
-
-def _change(losses: Tensor) -> tuple[float, float, float, float]:
-    """A's loss, B's, the change and its standard error over sequences."""
+def _change(losses: Tensor) -> dict[str, float]:
+    """Mean losses by A and B, the change and its standard error over sequences."""
     ours, theirs = losses
     change = theirs - ours
-    return float(ours.mean()), float(theirs.mean()), float(change.mean()), _error(change)
+    return {
+        "a": float(ours.mean()),
+        "b": float(theirs.mean()),
+        "change": float(change.mean()),
+        "standard_error": float(change.std() / sqrt(len(change))),
+    }

@@ -10,28 +10,23 @@ from __future__ import annotations
 import os
 import tempfile
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from headcount.exports.diff.difference import Difference
+from headcount.exports.diff.difference import Difference, stored_tokens
 from headcount.jobs.api import run_scan
 from headcount.jobs.bars import waiting
 from headcount.jobs.plan.plan import where_begun
-from headcount.queries.ask.asking import Record, RunDatabase, open_runs
+from headcount.queries.ask.asking import open_runs
 from headcount.queries.commands.query import tell_user
 from headcount.queries.report.report import write_report
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import absolute
-from headcount.workers.diff.texts import (
-    TEXTS,
-    default_scan,
-    has_tokenizer,
-    sample_texts,
-    stored_tokens,
-)
+from headcount.workers.diff.texts import TEXTS, default_scan, has_tokenizer, sample_texts
 from headcount.workers.run_model import RunModels
 
 WEIGHTS = ("adapter", "unused_weights")
@@ -56,7 +51,7 @@ def write_difference(difference: Difference, output: Path, console: Console) -> 
 
     The runs and their texts lie beside the file, in a folder of its name with `-runs`.
     """
-    for run in filter(None, difference.sides):
+    for run in filter(None, difference.runs):
         if not isinstance(run.path, Path):
             raise QueryError(f"{run.path}: a page needs runs on this machine; bring back a copy")
     folder = output.absolute().with_name(f"{output.stem}-runs")
@@ -67,25 +62,20 @@ def write_difference(difference: Difference, output: Path, console: Console) -> 
     difference.runs = pairs[0]
     with tempfile.TemporaryDirectory() as shown, waiting(console, "writing the report"):
         # Links, because the folders of runs may hold others.
-        for run in {run.run_id: run for pair in pairs for run in pair}.values():
+        for run in {run.run_id: run for run in chain(*pairs)}.values():
             os.symlink(str(run.path), Path(shown) / run.path.name, target_is_directory=True)
         database = open_runs(shown, tell=tell_user)
-        heading = {"lines": [*difference.lines()], "changes": _changes(database, pairs)}
+        changes = [database.records(CHANGES.format(a.run_id, b.run_id)) for a, b in pairs]
+        heading = {"lines": [*difference.lines()], "changes": [*chain(*changes)]}
         write_report(database, output, RunModels(shown), heading)
-
-
-def _changes(database: RunDatabase, pairs: list[tuple[RunDirectory, RunDirectory]]) -> list[Record]:
-    sql = [CHANGES.format(a.run_id, b.run_id) for a, b in pairs]
-    return [change for each in sql for change in database.records(each)]
 
 
 def _run_of(difference: Difference, side: int, name: str, folder: Path) -> RunDirectory:
     """The run of a side on an input, which is measured if it is not there."""
-    own, tokens = difference.sides[side], difference.inputs[name]
+    own, source, tokens = difference.runs[side], difference.source, difference.inputs[name]
     if own is not None and stored_tokens(own)[:, : tokens.shape[1]].equal(tokens):
         return own
-    source = difference.source
-    fields = _default_scan(difference, name, folder) if source is None else _scan_of(source)
+    fields = source.manifest().scan_fields() if source else _default_scan(difference, name, folder)
     fields = {key: value for key, value in fields.items() if key not in OF_A_MODEL}
     fields |= _model_fields(difference, side)
     fields |= {"out": str(folder), "sequences": len(tokens)}
@@ -98,24 +88,15 @@ def _run_of(difference: Difference, side: int, name: str, folder: Path) -> RunDi
     return RunDirectory(place)
 
 
-def _scan_of(run: RunDirectory) -> dict[str, Any]:
-    """The fields of a run's scan that have a value."""
-    scan = run.manifest().identity["scan"]
-    fields = scan | {"input": _with_values(scan["input"])}
-    return _with_values(fields)
-
-
-def _with_values(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value is not None}
-
-
 def _model_fields(difference: Difference, side: int) -> dict[str, Any]:
     """The fields of a scan for the model of a side; texts are read by the input's tokenizer."""
-    name, run = difference.names[side], difference.sides[side]
-    own = {} if run is None else _scan_of(run)
-    fields: dict[str, Any] = {key: own[key] for key in WEIGHTS if key in own}
+    name, run = difference.names[side], difference.runs[side]
     is_on_disk = run is not None or Path(name).exists()
-    fields["model"] = str(absolute(difference.infos[side].path)) if is_on_disk else name
+    model = str(absolute(difference.infos[side].path)) if is_on_disk else name
+    fields = {"model": model}
+    if run is not None:
+        own = run.manifest().scan_fields()
+        fields |= {key: own[key] for key in WEIGHTS if key in own}
     if has_tokenizer(difference.reader):
         fields["tokenizer"] = str(absolute(difference.reader.tokenizer))
     return fields
@@ -125,10 +106,10 @@ def _default_scan(difference: Difference, name: str, folder: Path) -> dict[str, 
     """The fields of a scan whose sequences are those that are compared by default."""
     reader, n_ctx = difference.reader, difference.n_ctx
     scan = default_scan(reader, n_ctx)
-    if name != TEXTS:
-        return scan
-    texts = folder / "texts"
-    texts.mkdir(parents=True, exist_ok=True)
-    for number, text in enumerate(sample_texts(reader, n_ctx)):
-        (texts / f"{number:02}.txt").write_text(text, encoding="utf-8")
-    return scan | {"input": {"family": "text", "files": str(texts / "*.txt")}}
+    if name == TEXTS:
+        texts = folder / "texts"
+        texts.mkdir(parents=True, exist_ok=True)
+        for number, text in enumerate(sample_texts(reader, n_ctx)):
+            (texts / f"{number:02}.txt").write_text(text, encoding="utf-8")
+        scan["input"] = {"family": "text", "files": str(texts / "*.txt")}
+    return scan

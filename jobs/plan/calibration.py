@@ -61,8 +61,8 @@ def calibration_of(
             f"sequences of {n_ctx} tokens (shorter windows), and it has none; add "
             '"effects" to statistics in its scan, and scan again'
         )
-    fields = dict(manifest.identity["scan"])
-    fields |= {
+    precision = manifest.identity["scan"].get("precision")
+    fields = manifest.scan_fields() | {
         "interventions": ["none", *interventions],
         "statistics": ["sink_mass"],
         "predictions": ["loss"],
@@ -76,16 +76,16 @@ def calibration_of(
         "plugins": [plugin.place for plugin in plugins_of(run, manifest, trust_plugins)],
         "sequences": min(sequences, manifest.sequences),
         # What has a backward pass.
-        "precision": "float64" if fields.get("precision") == "float64" else "float32",
+        "precision": "float64" if precision == "float64" else "float32",
         "out": str(run.path.parent),
-        "corpora": manifest.corpora,
         "batch_size": manifest.batch_size,
     }
-    fields["input"] = _set(fields["input"])
-    scan = parse_scan(_set(fields))
+    if manifest.corpora is not None:
+        fields["corpora"] = manifest.corpora
+    scan = parse_scan(fields)
     in_a_shard = sequences_in_a_shard(scan, _info(manifest), MOST_OPERATIONS[on_cpu])
     fields["sequences_per_shard"] = min(in_a_shard, fields["sequences_per_shard"])
-    return _set(fields)
+    return fields
 
 
 TIMED_TOKENS = 4096  # of the passes by whose time that of all others is told
@@ -120,11 +120,6 @@ def announce(plan: Plan, resources: Resources, console: Console) -> "KnownModels
             seconds = seconds_of(lambda size: replica.measure(tokens[:size]), in_batch)
     say(console, words_of_passes(count, plan.scan.n_ctx, seconds))
     return models
-
-
-def _set(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that have a value: TOML knows no other."""
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def drawn_heads(by_layer: Mapping[int, Sequence[int]], count: int, draw: int) -> list[Head]:

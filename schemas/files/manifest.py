@@ -59,6 +59,15 @@ class Manifest(BaseModel):
         per_shard = self.identity["scan"]["sequences_per_shard"]
         return np.minimum((shards + 1) * per_shard, self.sequences)
 
+    def scan_fields(self) -> dict[str, Any]:
+        """The fields of its scan that have a value: TOML knows no other."""
+
+        def with_values(fields: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in fields.items() if value is not None}
+
+        scan = self.identity["scan"]
+        return with_values(scan | {"input": with_values(scan["input"])})
+
     @property
     def sample_stride(self) -> int:
         """Of so many sequences, one is in `samples`.

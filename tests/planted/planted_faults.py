@@ -201,7 +201,7 @@ FAULTS = tuple(
         ("no QK norm", "qwen3", without_qk_norm, 0, "q", "QK norm"),
         ("no cap", "gemma2", config(attn_logit_softcapping=None), 0, "pattern", "soft cap"),
         ("no last cap", "gemma2", config(final_logit_softcapping=None), None,
-         "final soft cap", "soft cap"),
+         "final soft cap", "final soft cap"),
         ("scale of scores", "gemma2", config(query_pre_attn_scalar=8), 0,
          "pattern", "attention scale"),
         ("bias lost", "qwen2", NO_BIAS, 2, "k", "bias"),
@@ -214,7 +214,7 @@ FAULTS = tuple(
         ), 2, "attention output", "heads"),
         ("head of o lost", "llama", weights(no_head_2), 0, "attention output", "scale"),
         ("adapter twice", "llama", low_rank(of(3, "q"), 2), 3, "q", "adapter"),
-        ("unembedding tied", "llama", weights(tied), None, "unembedding", "tied"),
+        ("unembedding tied", "llama", weights(tied), None, "unembedding", "exchanged"),
         ("norms exchanged", "llama", exchange(
             "model.layers.1.input_layernorm", "model.layers.1.post_attention_layernorm"
         ), 1, "norm", "exchanged"),
@@ -228,7 +228,7 @@ FAULTS = tuple(
         ("rows of llama.cpp", "llama", PAIRS, 1, "q", "rows in another order"),
         ("gate and up exchanged", "gemma3", exchange(f"{MLP}gate_proj", f"{MLP}up_proj"), 3,
          "MLP", "exchanged"),
-        ("layers exchanged", "qwen3", EXCHANGED_LAYERS, 1, "norm", "layer order"),
+        ("layers exchanged", "qwen3", EXCHANGED_LAYERS, 1, "norm", "exchanged"),
         ("1 + weight", "gemma3", LESS_ONE, 1, "norm", "norm"),
         ("epsilon", "llama", config(rms_norm_eps=0.05), 0, "norm", "norm"),
         ("GELU", "gpt2", config(activation_function="gelu"), 0, "MLP", "activation function"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -38,22 +36,6 @@ def rounding_between(ours: Tensor, theirs: Tensor) -> str | None:
         if is_near and any(x.to(dtype).to(x.dtype).equal(x) for x in (ours, theirs)):
             return name
     return _integer_rounding(ours, theirs) if ours.dim() >= 2 else None
-
-
-def rounding_of(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
-    """The coarsest format that explains what lies between weights of the same names.
-
-    Empty if they are equal; None if no format explains it.
-    """
-    if ours.keys() != theirs.keys() or any(ours[n].shape != theirs[n].shape for n in ours):
-        return None
-    formats: list[str] = []
-    for name in (name for name in ours if not ours[name].equal(theirs[name])):
-        rounding = rounding_between(ours[name].float(), theirs[name].float())
-        if rounding is None:
-            return None
-        formats.append(rounding)
-    return max(formats, key=FORMATS.index, default="")
 
 
 def _integer_rounding(ours: Tensor, theirs: Tensor) -> str | None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import ModelError, RunError
-from headcount.schemas.files.run_directory import RunDirectory, data_path
-from headcount.schemas.places import open_whole
+from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.diff.causes import Cause
+from headcount.workers.diff.steps import windows_of
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.info.text_tokenizer import PROBE, TextTokenizer, load_tokenizer
 from headcount.workers.model.model import Model
+
+OF_TEXTS = ("tokenizer", "bos")  # kinds of causes
 
 TEXTS = "texts"  # the input that is read by a tokenizer
 SEQUENCES = 32  # of each kind of input
@@ -38,8 +38,7 @@ CUT_TEXTS = (
 
 def sequence_length(a: Model, b: Model) -> int:
     """Tokens of a sequence: enough to leave every window of either model, up to a bound."""
-    facts = (m.facts(layer) for m in (a, b) for layer in range(m.info.n_layers))
-    windows = [each.window for each in facts if each is not None and each.window is not None]
+    windows = filter(None, (*windows_of(a), *windows_of(b)))
     wanted = max([LEAST_TOKENS, *(window + BEYOND_WINDOW for window in windows)])
     return min(wanted, MOST_TOKENS, a.info.n_ctx, b.info.n_ctx)
 
@@ -69,26 +68,6 @@ def inputs_of(info: ModelInfo, n_ctx: int) -> dict[str, Tensor]:
     return inputs | {"repeats": torch.from_numpy(repeats).long()}
 
 
-def stored_tokens(run: RunDirectory) -> Tensor:
-    """The tokens of the first sequences of a run, `[sequence pos]`."""
-    of_untouched = data_path("sequences", "none", "")
-    paths = {
-        file.path
-        for commit in run.commits()
-        if commit.start < SEQUENCES
-        for file in commit.files
-        if file.path.startswith(of_untouched)
-    }
-    rows: dict[int, list[int]] = {}
-    for path in paths:
-        with open_whole(run.path / path) as file:
-            table = pq.read_table(file, columns=["sequence", "tokens"])
-        rows |= zip(table["sequence"].to_pylist(), table["tokens"].to_pylist(), strict=True)
-    if not rows:
-        raise RunError(f"{run.path}: has no sequences yet, under the intervention none")
-    return torch.tensor([rows[sequence] for sequence in sorted(rows)[:SEQUENCES]])
-
-
 def sample_texts(info: ModelInfo, n_ctx: int) -> list[str]:
     """Chapters of the reference that every Python carries, joined to `n_ctx` tokens or more."""
     from pydoc_data.topics import topics
@@ -103,33 +82,6 @@ def sample_texts(info: ModelInfo, n_ctx: int) -> list[str]:
     return texts[:SEQUENCES]
 
 
-def tokenizer_causes(a: ModelInfo, b: ModelInfo) -> tuple[list[Cause], str]:
-    """What differs between two tokenizers, and a line on what was compared."""
-    absent = [name for name, info in (("A", a), ("B", b)) if not has_tokenizer(info)]
-    if absent:
-        return [], f"not compared: none lies beside {' and '.join(absent)}"
-    sides = [load_tokenizer(info.tokenizer) for info in (a, b)]
-    causes: list[Cause] = []
-    words = f"the same on {len(CUT_TEXTS)} texts"
-    ours, theirs = ([_pieces(side, text) for text in CUT_TEXTS] for side in sides)
-    differing = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
-    if differing:
-        share = f"{len(differing)} of {len(CUT_TEXTS)} texts"
-        words = f"not the same on {share}"
-        pair = min(differing, key=lambda pair: len(pair[0]))
-        one, other = ("|".join(part for *_, part in pieces) for pieces in pair)
-        sentence = f"{share} become other tokens, such as {other!r} for A's {one!r}"
-        causes.append(Cause("tokenizer", sentence))
-    counts = [_bos_count(side, info) for side, info in zip(sides, (a, b), strict=True)]
-    if counts[0] != counts[1]:
-        counted = ["no BOS" if n == 0 else "BOS" if n == 1 else f"BOS {n} times" for n in counts]
-        sentence = f"its tokenizer puts {counted[1]} before a text, and A's {counted[0]}"
-        causes.append(Cause("bos", sentence))
-    elif a.bos_token_id != b.bos_token_id:
-        causes.append(Cause("bos", f"its BOS is token {b.bos_token_id}, A's {a.bos_token_id}"))
-    return causes, words
-
-
 def has_tokenizer(info: ModelInfo) -> bool:
     """Whether a tokenizer that can be read lies beside a model."""
     try:
@@ -139,14 +91,35 @@ def has_tokenizer(info: ModelInfo) -> bool:
     return True
 
 
-def _pieces(tokenizer: Any, text: str) -> list[tuple[int, str, str]]:  # noqa: ANN401
-    """The tokens of a text: ids, what they stand for, and the part of the text that they cover.
-
-    Several tokens may make up one letter, which then is a part of each.
-    """
-    encoding = tokenizer.encode(text, add_special_tokens=False)
-    parts = [text[slice(*offsets)] for offsets in encoding.offsets]
-    return [*zip(encoding.ids, encoding.tokens, parts, strict=True)]
+def tokenizer_causes(a: ModelInfo, b: ModelInfo) -> tuple[list[Cause], str]:
+    """What differs between two tokenizers, and a line on what was compared."""
+    absent = [name for name, info in (("A", a), ("B", b)) if not has_tokenizer(info)]
+    if absent:
+        return [], f"not compared: none lies beside {' and '.join(absent)}"
+    ours, theirs = (load_tokenizer(info.tokenizer) for info in (a, b))
+    causes: list[Cause] = []
+    words = f"the same on {len(CUT_TEXTS)} texts"
+    cuts: list[tuple[str, str]] = []  # of texts that become other tokens
+    for text in CUT_TEXTS:
+        pair = [each.encode(text, add_special_tokens=False) for each in (ours, theirs)]
+        if pair[0].ids != pair[1].ids:
+            # Several tokens may make up one letter, which then is a part of each.
+            our_cut, their_cut = ("|".join(text[slice(*o)] for o in each.offsets) for each in pair)
+            cuts.append((our_cut, their_cut))
+    if cuts:
+        share = f"{len(cuts)} of {len(CUT_TEXTS)} texts"
+        words = f"not the same on {share}"
+        our_cut, their_cut = min(cuts, key=lambda pair: len(pair[0]))
+        sentence = f"{share} become other tokens, such as {their_cut!r} for A's {our_cut!r}"
+        causes.append(Cause("tokenizer", sentence))
+    counts = _bos_count(ours, a), _bos_count(theirs, b)
+    if counts[0] != counts[1]:
+        counted = ["no BOS" if n == 0 else "BOS" if n == 1 else f"BOS {n} times" for n in counts]
+        sentence = f"its tokenizer puts {counted[1]} before a text, and A's {counted[0]}"
+        causes.append(Cause("bos", sentence))
+    elif a.bos_token_id != b.bos_token_id:
+        causes.append(Cause("bos", f"its BOS is token {b.bos_token_id}, A's {a.bos_token_id}"))
+    return causes, words
 
 
 def _bos_count(tokenizer: Any, info: ModelInfo) -> int:  # noqa: ANN401

@@ -58,16 +58,23 @@ def check_unembedding(model: Model) -> None:
 def _token_losses(inputs: PredictionInputs) -> dict[str, Tensor]:
     streams = inputs.hidden[:, :-1].flatten(0, 1)  # [batch·(pos-1) d_model]
     next_tokens = inputs.tokens[:, 1:].flatten()  # [batch·(pos-1)]
+    token_loss = inputs.hidden.new_full(inputs.tokens.shape, math.nan)
+    if len(streams):  # A sequence of one token has no next token.
+        losses = next_token_losses(inputs.model, streams, next_tokens)
+        # The loss stands at the token that is predicted, not at the one that predicts.
+        token_loss[:, 1:] = losses.view(len(inputs.tokens), -1)
+    return {"token_loss": token_loss}
+
+
+def next_token_losses(model: Model, streams: Tensor, next_tokens: Tensor) -> Tensor:
+    """The loss of the token that follows each row of the stream behind the last norm: `[row]`."""
     losses: list[Tensor] = []
-    for stream, tokens in zip(inputs.chunks(streams), inputs.chunks(next_tokens), strict=True):
-        logits = inputs.model.logits(stream)  # [row d_vocab]
+    chunks = zip(row_chunks(model, streams), row_chunks(model, next_tokens), strict=True)
+    for stream, tokens in chunks:
+        logits = model.logits(stream)  # [row d_vocab]
         # -ln p(token) = ln Σ e^logits - logit of the token.
         losses.append(logits.logsumexp(-1) - logits.gather(-1, tokens[:, None])[:, 0])
-    token_loss = inputs.hidden.new_full(inputs.tokens.shape, math.nan)
-    if losses:  # A sequence of one token has no next token.
-        # The loss stands at the token that is predicted, not at the one that predicts.
-        token_loss[:, 1:] = torch.cat(losses).view(len(inputs.tokens), -1)
-    return {"token_loss": token_loss}
+    return torch.cat(losses)
 
 
 def _final_predictions(inputs: PredictionInputs) -> dict[str, Tensor]:

@@ -169,16 +169,17 @@ def _problem_of(info: ModelInfo, ours: _Pass, own: _Pass, *, has_active_stream: 
     """What is wrong with our pass; None if it agrees with the model's own."""
 
     def listed(layers: Collection[int]) -> str:
-        return ", ".join(map(str, sorted(layers))) or "none"
+        return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, sorted(layers)))}"
 
     expected = set(info.attention_layers_or_all)
     if not ours.facts:
         return "its attention modules do not use the attention interface of transformers"
-    if set(ours.facts) != expected:
+    if missing := expected - ours.facts.keys():
         return (
-            f"its layers {listed(ours.facts)} attend in a way that can be measured, expected "
-            f"{listed(expected)} by its config.json"
+            f"no attention that can be measured in {listed(missing)}, expected by its config.json"
         )
+    if added := ours.facts.keys() - expected:
+        return f"attention in {listed(added)}, expected none there by its config.json"
     for layer, stream in own.streams.items():
         is_stream = stream.dim() == 3 or (stream.dim() == 4 and has_active_stream)
         if not is_stream or stream.shape[-1] != info.d_model:

@@ -23,6 +23,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from headcount.schemas.errors import MeasureError, ModelError
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.loading import load_model
+from headcount.workers.model.attention_check import settle_attention
 from headcount.workers.model.attention_facts import AttentionFacts
 from headcount.workers.model.bare_modules import ROWS_OF_PIECE, mlps_in_pieces
 from headcount.workers.model.info.description import describe, find_model
@@ -122,6 +123,14 @@ def test_facts_that_are_not_the_model_s_own_are_refused(
 
 
 # Attention that the fused engine does not know
+
+
+def test_a_layer_that_does_not_attend_is_named_alone(shelf: toy.Shelf) -> None:
+    model = load_model(describe(shelf.path("gpt2")), "raw", "cpu")
+    model.blocks[1].forward = lambda stream, *_args, **_words: stream
+    assert settle_attention(model.info, model.bare, model.blocks).problem == (
+        "no attention that can be measured in layer 1, expected by its config.json"
+    )
 
 
 def test_attention_that_is_not_a_window_is_refused(tmp_path: Path) -> None:
