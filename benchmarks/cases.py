@@ -13,11 +13,12 @@ from benchmarks.ways import make_gpt2_small, make_llama
 from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
 
 CASES = {
-    "cpu": ("speed", "grouped", "effects", "training", "batch", "n_ctx"),
+    "cpu": ("speed", "grouped", "effects", "training", "tensors", "batch", "n_ctx"),
     "cuda": ("gpu", "n_ctx"),
 }
 """What is run on each device: ratios, ratios of a model of today's kind, what gradients cost, what
-watching a training costs, curves against the batch and against the length, best batches of a GPU.
+watching a training costs, statistics of tensors beside attention alone, curves against the batch
+and against the length, best batches of a GPU.
 """
 
 SHOWN = "bfloat16_linears"
@@ -66,6 +67,8 @@ class Sizes:
     """Of one sequence through the grouped model."""
     trained_on: Shape
     """A step's batch, and as many tokens as are measured."""
+    tensors: tuple[tuple[str, Shape], ...]
+    """Whose heads random tensors have, and their batch and n_ctx."""
     product_rows: int
     """Rows of the square matrices whose product shows what the machine can do."""
     first_batch: int
@@ -121,6 +124,10 @@ FULL = Sizes(
     },
     trained={"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256, "vocab_size": 1024},
     grouped_lengths=(1024, 2048, 8192), product_rows=4096,
+    tensors=(
+        ("gpt2", (1, 512)), ("gpt2", (1, 1024)), ("gpt2", (1, 2048)), ("llama", (1, 1024)),
+        ("grouped", (1, 2048)),
+    ),
     trained_on=(8, 256), main=(4, 1024), short=(32, 128), batches=(1, 2, 4, 8), cached=(1, 2, 4),
     lengths=(128, 256, 512, 1024, 2048, 4096, 8192), first_batch=16, backend="inductor",
 )  # fmt: skip
@@ -145,6 +152,7 @@ QUICK = Sizes(
     },
     trained={"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 101},
     grouped_lengths=(128,), product_rows=128,
+    tensors=(("gpt2", (1, 64)), ("llama", (1, 64))),
     trained_on=(2, 64), main=(2, 64), short=(4, 32), batches=(2,), cached=(2,),
     lengths=(256, 1024), first_batch=1, backend="eager",
 )  # fmt: skip
@@ -163,6 +171,7 @@ def cells(case: str, sizes: Sizes) -> list[Cell]:
         "grouped": _grouped_cells,
         "effects": _effect_cells,
         "training": _training_cells,
+        "tensors": _tensor_cells,
         "batch": _batch_cells,
         "n_ctx": _length_cells,
         "gpu": lambda sizes: [],
@@ -204,6 +213,12 @@ def _training_cells(sizes: Sizes) -> list[Cell]:
     """A step of a training, and what a callback does at some of them."""
     ways = ("training_step", "watching")
     return [Cell("trained", way, "float32", *sizes.trained_on) for way in ways]
+
+
+def _tensor_cells(sizes: Sizes) -> list[Cell]:
+    """Attention alone, and all that its q, k and v suffice for."""
+    ways = ("attention", "attention_statistics")
+    return [Cell(model, way, "float32", *shape) for model, shape in sizes.tensors for way in ways]
 
 
 def _batch_cells(sizes: Sizes) -> list[Cell]:

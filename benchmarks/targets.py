@@ -183,6 +183,7 @@ def targets(sizes: Sizes) -> list[Target]:
         *_llama_on_cpu(sizes),
         *_grouped_on_cpu(sizes),
         _watching_on_cpu(sizes),
+        *_tensors_on_cpu(sizes),
     ]
     return [
         *(replace(target, device="cpu") for target in on_cpu),
@@ -328,6 +329,17 @@ def _watching_on_cpu(sizes: Sizes) -> Target:
     setting = f"GPT-2 in training, CPU, {_shown(sizes.trained_on)}, float32"
     row = f"{setting}, watched every {every} steps: time"
     return Target(row, "the steps alone", share, at_most=0.02, unit="%")
+
+
+def _tensors_on_cpu(sizes: Sizes) -> list[Target]:
+    """What all standard statistics of tensors cost, in attention alone."""
+    rows: list[Target] = []
+    for model, shape in sizes.tensors:
+        attention = Cell(model, "attention", "float32", *shape)
+        ours = replace(attention, way="attention_statistics")
+        row = f"q, k and v of {model}'s heads, CPU, {_shown(shape)}, float32: time"
+        rows.append(Target(row, "attention alone", _speed(attention, ours), at_most=1.4))
+    return rows
 
 
 def _growth(sizes: Sizes) -> Target:

@@ -7,7 +7,7 @@ what they cost on text.
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
+from headcount import attention_statistics as statistics_of_tensors
 from headcount import watch
 from headcount.schemas.formulas import evaluate
 from headcount.schemas.measured_heads import find_heads
@@ -46,6 +54,10 @@ STANDARD = STATISTICS.select("standard")
 
 CACHED = ("resid_pre", "resid_post", "q", "k", "v", "z", "pattern", "attn_scores")
 """Activations that `run_with_cache` keeps of every layer."""
+
+
+LAYERS_OF_TENSORS = 10
+"""One attention alone would be too short to be timed."""
 
 
 def bare(path: Path, device: str, precision: str) -> Run:
@@ -172,6 +184,39 @@ def watching(path: Path, device: str, precision: str) -> Run:
     return run
 
 
+def attention(path: Path, device: str, precision: str) -> Run:
+    """PyTorch's `scaled_dot_product_attention` of random q, k and v, for ten layers."""
+    call = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    return _of_tensors(path, device, call)
+
+
+def attention_statistics(path: Path, device: str, precision: str) -> Run:
+    """`headcount.attention_statistics` of the same tensors, all standard statistics."""
+    return _of_tensors(path, device, statistics_of_tensors)
+
+
+def _of_tensors(path: Path, device: str, call: Callable[..., object]) -> Run:
+    def run(tokens: Tensor) -> object:
+        factors = _random_factors(path, device, *tokens.shape)
+        return [call(*factors) for _ in range(LAYERS_OF_TENSORS)]
+
+    return run
+
+
+@cache
+def _random_factors(path: Path, device: str, batch: int, n_ctx: int) -> list[Tensor]:
+    """q, k and v of a model's heads: `[batch head pos d_head]`."""
+    config = AutoConfig.from_pretrained(path)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    generator = torch.Generator().manual_seed(0)
+    d_head = config.hidden_size // heads
+    return [
+        torch.randn(batch, n_heads, n_ctx, d_head, generator=generator).to(device)
+        for n_heads in (heads, kv_heads, kv_heads)
+    ]
+
+
 def run_with_cache(path: Path, device: str, precision: str) -> Run:
     """TransformerLens's run_with_cache, then the same statistics from the cache, all in float32."""
     model = load_model(describe(path), "raw", device)
@@ -224,6 +269,7 @@ WAYS: dict[str, Way] = {
     for way in (
         *(bare, bare_same_products, compiled, fused, run_with_cache, product),
         *(bare_loss, gradients, direct_effects, all_effects, training_step, watching),
+        *(attention, attention_statistics),
     )
 }
 

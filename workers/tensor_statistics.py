@@ -14,7 +14,7 @@ from headcount.schemas.errors import MeasureError, ScanError
 from headcount.schemas.formulas import Formula
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.values import Count, Factor, Positive
-from headcount.workers.engine.fused_pattern import FusedPattern, uniform_pattern
+from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.tile_sweep import ENTROPY, Question
 from headcount.workers.engine.token_pairs import find_matches
 from headcount.workers.measurements.undefined import defined_or_nan, where_defined
@@ -66,14 +66,13 @@ def attention_statistics(
         number_format = str(q.dtype).removeprefix("torch.")
         pattern = FusedPattern(q, k, v, facts, matches, questions, number_format)
         group = q.shape[1] // k.shape[1]
-        by_head = {"q": q, "z": pattern.z}
-        by_head |= {"k": k.repeat_interleave(group, 1), "v": v.repeat_interleave(group, 1)}
+        by_head = {"q": q, "z": pattern.z, "k": k, "v": v}
+        if group > 1:
+            by_head |= {name: by_head[name].repeat_interleave(group, 1) for name in ("k", "v")}
         # Statistics read positions before heads.
         values: dict[str, Any] = {name: tensor.transpose(1, 2) for name, tensor in by_head.items()}
         values |= {"pattern": pattern, "tokens": tokens, **matches}
-        ids = torch.zeros_like(q[:, 0, :, 0], dtype=torch.int64) if tokens is None else tokens
-        uniform = values | {"pattern": uniform_pattern(matches, ids, window)}
-        return {formula.name: _value(formula, values, uniform, q) for formula in chosen}
+        return {formula.name: _value(formula, values, q) for formula in chosen}
 
 
 def _chosen(names: str | Sequence[str], readable: frozenset[str]) -> list[Formula]:
@@ -93,13 +92,11 @@ def _chosen(names: str | Sequence[str], readable: frozenset[str]) -> list[Formul
     return list(chosen)
 
 
-def _value(
-    formula: Formula, values: Mapping[str, Any], uniform: Mapping[str, Any], q: Tensor
-) -> Tensor:
+def _value(formula: Formula, values: Mapping[str, Any], q: Tensor) -> Tensor:
     """A statistic `[batch head]`, NaN where it is undefined."""
     value = defined_or_nan(formula, values)
     if formula.defined is not None:
-        is_defined = where_defined(formula, uniform, q[:, 0, 0, 0])
+        is_defined = where_defined(formula, values, q[:, 0, 0, 0])
         value = value.masked_fill(~is_defined.view(-1, *[1] * (value.dim() - 1)), torch.nan)
     if value.isinf().any():
         raise MeasureError(f"{formula.text}: not a number; expected q, k and v that are finite")

@@ -23,8 +23,8 @@ from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.attention_facts import (
     MASKED,
     AttentionFacts,
+    by_shared_head,
     distances,
-    products_of,
     weighted_values,
     window_of,
 )
@@ -35,7 +35,9 @@ TILE_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 """Size of one tile of scores: about what a CPU core's caches hold, and enough to fill a GPU."""
 
 TILE_QUERIES = {"cpu": 64, "cuda": 1024}
-"""Queries in one tile: a CPU gains from skipping the future, a GPU from large products."""
+"""Queries in one tile: a CPU gains from skipping the future, a GPU from large products. A sweep
+takes more of a long sequence (`TileScores`).
+"""
 
 ENTROPY, LARGEST_SCORE, RECEIVED = "entropy", "largest score", "received"
 
@@ -83,10 +85,13 @@ class Tile(NamedTuple):
     keys: slice
 
 
-def tiles_of(q: Tensor, window: int) -> Iterator[Tile]:
-    """Tiles of the sequences and queries, each with the keys that any of its queries sees."""
+def tiles_of(q: Tensor, window: int, most_queries: int = 0) -> Iterator[Tile]:
+    """Tiles of the sequences and queries, each with the keys that any of its queries sees.
+
+    A tile has `TILE_QUERIES` queries, or at most as many as are given.
+    """
     batch, heads, n_ctx, _ = q.shape
-    most_queries = queries_in_tile(q)
+    most_queries = min(most_queries or TILE_QUERIES[q.device.type], n_ctx)
     most_keys = min(n_ctx, window + most_queries - 1)
     # One sequence is little if T is small, so a tile takes as many as the bytes of float32 allow.
     bytes_of_sequence = 4 * heads * most_queries * most_keys
@@ -96,11 +101,6 @@ def tiles_of(q: Tensor, window: int) -> Iterator[Tile]:
         for first_query in range(0, n_ctx, most_queries):
             queries = slice(first_query, min(first_query + most_queries, n_ctx))
             yield Tile(sequences, queries, slice(max(0, first_query - window + 1), queries.stop))
-
-
-def queries_in_tile(q: Tensor) -> int:
-    """The most queries of one tile of q `[batch head pos d_qk]`."""
-    return min(TILE_QUERIES[q.device.type], q.shape[2])
 
 
 class TileScores:
@@ -120,30 +120,53 @@ class TileScores:
             None if fact is None else fact.to(q)[:, None, None] / LN2
             for fact in (facts.slopes, facts.sink)
         )
-        size = queries_in_tile(q)
+        self.kv_heads = k.shape[1]
+        self.group = q.shape[1] // self.kv_heads
+        self.most_queries = self._queries_in_tile()
+        size = (self.most_queries, self.most_queries)
         # Finite, because the entropy multiplies masked scores by a weight of 0.
-        self.future = torch.full((size, size), MASKED, device=q.device).triu(1)
+        self.future = torch.full(size, MASKED, device=q.device).triu(1)
+        # A tile takes as many heads of keys as `TILE_BYTES` allow, counted in float32 scores.
+        most_keys = min(self.n_ctx, self.window + self.most_queries - 1)
+        of_kv_head = self.group * self.most_queries * most_keys
+        self.kv_heads_at_once = max(1, TILE_BYTES[q.device.type] // (4 * of_kv_head))
+        # Every tile writes its scores over those of the tile before. New memory for each would take
+        # as long as exp2, because the system has to make its pages.
+        most_kv_heads = min(self.kv_heads_at_once, len(q) * self.kv_heads)
+        self.memory = q.new_empty(most_kv_heads * of_kv_head)
+
+    def _queries_in_tile(self) -> int:
+        """The most queries of a tile: up to an eighth of the keys, while one head of keys fits.
+
+        Products with many rows are faster, and an eighth more keys are masked at most.
+        """
+        device = self.q.device.type
+        queries = TILE_QUERIES[device]
+        bytes_of_query = 4 * self.group * self.window
+        while 16 * queries <= self.window and 2 * queries * bytes_of_query <= TILE_BYTES[device]:
+            queries *= 2
+        return min(queries, self.n_ctx)
 
     def parts(self) -> Iterator[tuple[Tile, slice, slice]]:
         """Every tile with some query heads and the heads of keys that these share."""
-        kv_heads = self.k.shape[1]
-        group = self.q.shape[1] // kv_heads
-        # A tile takes as many heads of keys as `TILE_BYTES` allow, counted in float32 scores.
-        most_queries = queries_in_tile(self.q)
-        most_keys = min(self.n_ctx, self.window + most_queries - 1)
-        bytes_of_kv_head = 4 * group * most_queries * most_keys
-        at_once = max(1, TILE_BYTES[self.q.device.type] // bytes_of_kv_head)
-        for tile in tiles_of(self.q, self.window):
-            for first in range(0, kv_heads, at_once):
-                stop = min(first + at_once, kv_heads)
-                yield tile, slice(first * group, stop * group), slice(first, stop)
+        for tile in tiles_of(self.q, self.window, self.most_queries):
+            for first in range(0, self.kv_heads, self.kv_heads_at_once):
+                stop = min(first + self.kv_heads_at_once, self.kv_heads)
+                yield tile, slice(first * self.group, stop * self.group), slice(first, stop)
 
     def scores(self, tile: Tile, heads: slice, kv_heads: slice) -> Tensor:
-        """A tile of scores in base 2, masked where unseen: `[batch head query key]`."""
+        """A tile of scores in base 2, masked where unseen: `[batch head query key]`.
+
+        They last until the next tile is asked for.
+        """
         sequences, queries, keys = tile
         count = queries.stop - queries.start
         scaled = self.q[sequences, heads, queries] * self.scale
-        scores = products_of(scaled, self.k[sequences, kv_heads, keys])
+        by_kv_head = by_shared_head(scaled, kv_heads.stop - kv_heads.start)
+        numbers = scaled.shape[:3].numel() * (keys.stop - keys.start)
+        products = self.memory[:numbers].view(*by_kv_head.shape[:3], -1)
+        torch.matmul(by_kv_head, self.k[sequences, kv_heads, keys].mT, out=products)
+        scores = products.view(*scaled.shape[:3], -1)
         if self.cap is not None:
             scores.tanh_().mul_(self.cap)
         if self.slopes is not None:
@@ -225,23 +248,17 @@ class TileSweep:
     ) -> None:
         """q, k and v as in `FusedPattern`, in `number_format` already."""
         batch, heads, n_ctx, _ = q.shape
-        kv_heads, self.d_v = v.shape[1], v.shape[3]
+        self.v = v
         self.number_format = number_format
         self.pairs = {name: pairs for name, pairs in matches.items() if name in questions}
         self.tile_scores = TileScores(q, k, facts)
-        # Two more value columns carry Σ_k weight and Σ_k weight · k through the product that makes
-        # z, so the tile of weights is read once for all three.
-        positions = self.tile_scores.positions
-        ones_and_positions = torch.stack([torch.ones_like(positions), positions], dim=-1)
-        self.values = torch.cat(  # [batch kv_head key d_v+2]
-            [v, ones_and_positions.expand(batch, kv_heads, n_ctx, 2)], dim=-1
-        )
+        self.memory = torch.empty_like(self.tile_scores.memory)  # for the weights of a tile
 
-        # Answers. The axes of z lie in memory as the output projection wants them.
-        self.z = q.new_empty(batch, n_ctx, heads, self.d_v).transpose(1, 2)
-        self.log2_sums = q.new_empty(batch, heads, n_ctx)
-        self.distance = q.new_empty(batch, heads, n_ctx)
-        self.entropy = q.new_empty(batch, heads, n_ctx) if ENTROPY in questions else None
+        # The axes of z lie in memory as the output projection wants them.
+        self.z = q.new_empty(batch, n_ctx, heads, v.shape[3]).transpose(1, 2)
+        # Sums of each row, of which `answers` makes the others at once: [batch head query].
+        self.maximum, self.key_total, self.distance_sum = q.new_empty(3, batch, heads, n_ctx)
+        self.score_sum = q.new_empty(batch, heads, n_ctx) if ENTROPY in questions else None
         # Heads last, because every head of a pair (query, key) is picked at once.
         self.masses = {name: q.new_zeros(batch, n_ctx, heads) for name in self.pairs}
         self.sums = TileSums(q, questions)
@@ -250,84 +267,74 @@ class TileSweep:
         """Sweep once over all tiles; answers by question, in natural units."""
         for tile, heads, kv_heads in self.tile_scores.parts():
             self._sweep_tile(tile, heads, kv_heads)
+        total = self._total(self.maximum, self.key_total, slice(None))
+        log2_total = total.log2()
         answers: dict[Question, Tensor] = {
             "z": self.z,
-            "lse": self.log2_sums.mul_(LN2),  # ln x = ln 2 · log2 x
-            "distance": self.distance,
+            # log2 Σ 2^s = maximum + log2 Σ 2^(s - maximum), and ln x = ln 2 · log2 x
+            "lse": (self.maximum + log2_total).mul_(LN2),
+            "distance": self.distance_sum.div_(total),
         }
-        if self.entropy is not None:
+        if self.score_sum is not None:
+            # A = weight / total, so log2 A = relative_score - log2 total, and
+            # -Σ A log2 A = (log2 total · Σ weight - Σ weight · relative_score) / total.
+            if self.tile_scores.sink is not None:
+                log2_total *= self.key_total / total
+            entropy = log2_total.sub_(self.score_sum.div_(total))
             # Rounding can leave a tiny negative number where one key has all the attention.
-            answers[ENTROPY] = self.entropy.mul_(LN2).clamp_(min=0)
+            answers[ENTROPY] = entropy.mul_(LN2).clamp_(min=0)
         for name, mass in self.masses.items():
             answers[name] = mass.transpose(1, 2)
         return answers | self.sums.answers
+
+    def _total(self, maximum: Tensor, key_total: Tensor, heads: slice) -> Tensor:
+        """`Σ 2^(s - maximum)` of all entries of a row, of some heads: `[batch head query]`."""
+        sink = self.tile_scores.sink
+        if sink is None:
+            return key_total
+        # The sink is one more entry of the row, which has no key and no value.
+        return key_total + (sink[heads, :, 0] - maximum).exp2_()
 
     def _sweep_tile(self, tile: Tile, heads: slice, kv_heads: slice) -> None:
         """Write the answers of a tile, some query heads, and the heads of keys that they share."""
         sequences, queries, keys = tile
         at = (sequences, heads, queries)
-        sink = self.tile_scores.sink
-        sink = None if sink is None else sink[heads]
         window, positions = self.tile_scores.window, self.tile_scores.positions
         scores = self.tile_scores.scores(tile, heads, kv_heads)  # [batch head query key]
 
         # 2^s overflows from s = 128 on. Less the row's maximum, the largest weight is 1. The
         # softmax does not change, because the factor 2^-maximum cancels in weights / total.
-        maximum = scores.amax(-1, keepdim=True)  # [batch head query 1]
+        maximum = scores.amax(-1)  # [batch head query]
         if LARGEST_SCORE in self.sums.answers:
-            torch.mul(maximum[..., 0], LN2, out=self.sums.answers[LARGEST_SCORE][at])
-        if sink is not None:
-            maximum = maximum.maximum(sink)
-        relative_scores = scores.sub_(maximum)
-        weights = relative_scores.exp2()  # [batch head query key], at most 1
+            torch.mul(maximum, LN2, out=self.sums.answers[LARGEST_SCORE][at])
+        if self.tile_scores.sink is not None:
+            maximum = maximum.maximum(self.tile_scores.sink[heads, :, 0])
+        self.maximum[at] = maximum
+        relative_scores = scores.sub_(maximum[..., None])
+        weights = self.memory[: scores.numel()].view_as(scores)
+        torch.exp2(relative_scores, out=weights)  # [batch head query key], at most 1
 
-        origin = 0  # From where positions are counted.
-        if window < self.tile_scores.n_ctx:
-            # A window is short beside positions late in a long sequence, and a difference of two
-            # large numbers would have their rounding.
-            origin = queries.start
-            self.values[sequences, kv_heads, keys, -1] = positions[keys] - origin
-        values = self.values[sequences, kv_heads, keys]  # [batch kv_head key d_v+2]
-        sums = self._weighted_sums(weights, values)  # [batch head query d_v+2]
-        key_total = sums[..., self.d_v]  # [batch head query]
-        position_sum = sums[..., self.d_v + 1]
-        total = key_total
-        if sink is not None:
-            # The sink is one more entry of the row, which has no key and no value.
-            total = key_total + (sink - maximum).exp2()[..., 0]
-        log2_total = total.log2()
-        torch.div(sums[..., : self.d_v], total[..., None], out=self.z[at])
-        # Σ A (q-k) = q Σ A - Σ A k
-        query_share = positions[queries] - origin
-        if sink is not None:
-            query_share = query_share * (key_total / total)
-        torch.sub(query_share, position_sum / total, out=self.distance[at])
-        # log2 Σ 2^s = maximum + log2 Σ 2^(s - maximum)
-        torch.add(maximum[..., 0], log2_total, out=self.log2_sums[at])
+        key_total = weights.sum(-1)
+        self.key_total[at] = key_total
+        # Σ weight (q-k) = q Σ weight - Σ weight · k. Counted from the tile's first query, because
+        # a difference of two large numbers would have their rounding.
+        places = positions[: queries.stop - queries.start]
+        key_places = positions[keys] - queries.start
+        torch.sub(places * key_total, weights @ key_places, out=self.distance_sum[at])
+        total = self._total(maximum, key_total, heads)
+        # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
+        # sums stay those of exact weights.
+        factors = rounded(weights, self.number_format)
+        sums = weighted_values(factors, self.v[sequences, kv_heads, keys])
+        torch.div(sums, total[..., None], out=self.z[at])
         self.sums.add(tile, heads, weights, total)
 
-        if self.entropy is not None:
-            # A = weight / total, so log2 A = relative_score - log2 total, and
-            # -Σ A log2 A = log2 total · Σ A - Σ weight · relative_score / total.
+        if self.score_sum is not None:
             # `mul_` overwrites the scores, which nothing below reads.
-            mean_score = relative_scores.mul_(weights).sum(-1) / total
-            if sink is not None:
-                log2_total = log2_total * (key_total / total)
-            torch.sub(log2_total, mean_score, out=self.entropy[at])
+            torch.sum(relative_scores.mul_(weights), -1, out=self.score_sum[at])
         for name, mass in self.masses.items():
             batch, query, key = self.pairs[name].members_seen(sequences, queries, keys, window)
             attention = weights[batch, :, query, key] / total[batch, :, query]  # [pair head]
             # A query with several keys occurs several times: accumulate, do not overwrite.
             masses = mass[sequences, queries, heads]
             masses.index_put_((batch, query), attention, accumulate=True)
-
-    def _weighted_sums(self, weights: Tensor, values: Tensor) -> Tensor:
-        """`Σ_k weight · [v | 1 | k]`: `[batch head query d_v+2]`."""
-        sums = weighted_values(weights, values)
-        # In a narrower format, weights are rounded before they meet v, as tensor cores do it. Their
-        # sums stay float32. `rounded` returns the same tensor if there is nothing to round.
-        rounded_weights = rounded(weights, self.number_format)
-        if rounded_weights is not weights:
-            # The columns of Σ weight and Σ weight · k stay those of exact weights.
-            sums[..., : self.d_v] = weighted_values(rounded_weights, values)[..., : self.d_v]
-        return sums
