@@ -3,15 +3,17 @@
 Each sequence is a piece of a text with a sentence somewhere in it, and at its end a question about
 it. One pass tells the loss of the text, and whether the answer is found.
 
-Texts are split into halves: one chooses, the other reports. Where plans are chosen, each is also
-compared with the whole cache token by token: how far the predictions have moved. A rise of the loss
-has the same mean if the model knows its texts, and much more noise: it may fall by chance.
+Texts are split into halves: one chooses, the other reports. Where plans are chosen, each is
+compared with the whole cache at some of the tokens: how far the predictions have moved. A rise of
+the loss has the same mean if the model knows its texts, and much more noise: it may fall by chance.
+Only what is compared is unembedded there; all of the text is where a result is reported.
 
 What is measured is kept by its intervention, so nothing is measured twice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -26,7 +28,7 @@ from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.engine.prediction_inputs import check_unembedding
 from headcount.workers.head_check import Question, asked_logits
-from headcount.workers.head_gates import Asked, HeadGates, Round, divergences
+from headcount.workers.head_gates import Asked, HeadGates, Predictions, Round
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
 from headcount.workers.inputs.families.needles import needle_in
 from headcount.workers.inputs.input_registry import Draw
@@ -61,7 +63,9 @@ class Pieces(NamedTuple):
 class Measured(NamedTuple):
     """What a model says of some sequences: `[sequence]` each."""
 
-    text: np.ndarray  # mean loss of tokens of the text, in nats
+    text: np.ndarray
+    """Mean loss of tokens of the text, in nats; where plans are chosen, of those that are compared.
+    """
     needle: np.ndarray  # mean loss of the tokens of the answer
     recall: np.ndarray  # the share of these that it predicts first
     text_moved: np.ndarray
@@ -205,40 +209,46 @@ class CacheTrial:
     def _measured(self, half: Half, intervention: str, rows: range) -> list[list[float | None]]:
         """The fields of `Measured` for some sequences."""
         pieces, chosen = self.pieces[half], slice(rows.start, rows.stop)
-        asked = (pieces.is_text | pieces.is_answer)[chosen]
-        is_compared, whole = np.zeros_like(asked), None
-        if half == "chooses" and intervention != "none":
-            is_compared = self._is_compared[chosen]
-            whole = torch.cat(self._expected[chosen])
+        asked = self._asked(half)[chosen]
+        is_compared = half == "chooses" and intervention != "none"
+        # Where the compared tokens of these sequences begin among those of all.
+        row = int(self._asked(half)[: rows.start].sum())
         losses, is_first, moved = list[Tensor](), list[Tensor](), list[Tensor]()
         question = Question(pieces.tokens[chosen], asked)
-        compared = torch.from_numpy(is_compared[asked])
+        whole = self._expected if is_compared else None
         with self.replica.engine_under(parse_intervention(intervention), None) as engine:
             for logits, targets in asked_logits(engine, question, self.passed):
                 losses.append(cross_entropy(logits, targets, reduction="none"))
                 is_first.append(logits.argmax(-1) == targets)
-                if whole is not None:
-                    here, compared = compared[: len(targets)], compared[len(targets) :]
-                    expected, whole = whole[: here.sum()], whole[here.sum() :]
-                    moved.append(divergences(expected, logits[here.to(logits.device)]))
-        loss, found = (torch.cat(parts).double().cpu().numpy() for parts in (losses, is_first))
-        row, answers = np.nonzero(asked)[0], pieces.is_answer[chosen]
+                if whole is None:
+                    # The whole cache is where it is. Elsewhere nothing is compared.
+                    distance = 0.0 if half == "chooses" else math.nan
+                    moved.append(torch.full_like(losses[-1], distance))
+                else:
+                    moved.append(whole.part(row, row + len(targets)).divergences(logits))
+                row += len(targets)
+        loss, found, distance = (
+            torch.cat(parts).double().cpu().numpy() for parts in (losses, is_first, moved)
+        )
+        of_row, is_answer = np.nonzero(asked)[0], pieces.is_answer[chosen][asked]
 
-        def means(values: np.ndarray, of_row: np.ndarray, is_in: np.ndarray) -> np.ndarray:
+        def means(values: np.ndarray, is_in: np.ndarray) -> np.ndarray:
             sums = np.bincount(of_row[is_in], values[is_in], len(asked))
             return sums / np.bincount(of_row[is_in], minlength=len(asked))
 
-        is_answer = answers[asked]
-        columns = [means(loss, row, ~is_answer)]
-        columns += [means(values, row, is_answer) for values in (loss, found)]
-        if moved:
-            distance = torch.cat(moved).double().cpu().numpy()
-            row, is_answer = np.nonzero(is_compared)[0], answers[is_compared]
-            columns += [means(distance, row, where) for where in (~is_answer, is_answer)]
-        else:
-            # The whole cache is where it is. Elsewhere nothing is compared.
-            columns += 2 * [np.full(len(asked), 0.0 if half == "chooses" else np.nan)]
+        columns = (
+            means(loss, ~is_answer),
+            means(loss, is_answer),
+            means(found, is_answer),
+            means(distance, ~is_answer),
+            means(distance, is_answer),
+        )
         return [[None if np.isnan(x) else x for x in one] for one in np.transpose(columns).tolist()]
+
+    def _asked(self, half: Half) -> np.ndarray:
+        """Tokens whose predictions are read: `[sequence pos]`."""
+        pieces = self.pieces[half]
+        return self._is_compared if half == "chooses" else pieces.is_text | pieces.is_answer
 
     @cached_property
     def _is_compared(self) -> np.ndarray:
@@ -255,17 +265,16 @@ class CacheTrial:
         return compared
 
     @cached_property
-    def _expected(self) -> list[Tensor]:
-        """What the model predicts with its whole cache: for each sequence that chooses, the
-        probabilities before the tokens that are compared, `[compared d_vocab]`.
+    def _expected(self) -> Predictions:
+        """What the model predicts with its whole cache before the tokens that are compared, those
+        of one sequence that chooses after those of another.
         """
         question = Question(self.pieces["chooses"].tokens, self._is_compared)
         with self.replica.engine_under(parse_intervention("none"), None) as engine:
             chunks = [
-                logits.float().softmax(-1)
-                for logits, _ in asked_logits(engine, question, self.passed)
+                Predictions.of(logits) for logits, _ in asked_logits(engine, question, self.passed)
             ]
-        return [*torch.cat(chunks).split(self._is_compared.sum(1).tolist())]
+        return Predictions(*map(torch.cat, zip(*chunks, strict=True)))
 
     def rounds(self, sink: int, recent: int, needle_weight: float) -> list[Round]:
         """Rounds in which KV heads are opened, by how far predictions have moved where plans are

@@ -17,7 +17,7 @@ from headcount.exports.cache_plan.plans import CachePlan, CacheShape, Choice, He
 from headcount.exports.cache_plan.search import not_undercut, p_alike, window_costs
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.cache_trial import CacheTrial, Pieces
-from headcount.workers.head_gates import Round
+from headcount.workers.head_gates import Predictions, Round
 from headcount.workers.inputs.families.needles import VALUES
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.description import find_model
@@ -147,6 +147,18 @@ def test_the_pattern_of_duo_splits_where_its_reader_does():
     assert (config["sink_size"], config["recent_size"]) == (4, 16)
     keeps = scores >= np.quantile(scores, config["sparsity"])
     assert keeps.tolist() == (scores == 1).tolist()
+
+
+def test_divergences_of_many_tokens_are_exact_to_float32():
+    rng = np.random.default_rng(0)
+    # Logits about 20, as models have them, of as many tokens as Gemma knows.
+    before = 20 + 3 * rng.normal(size=(3, 2**18))
+    after = before + [[0.0], [0.01], [0.1]] * rng.normal(size=before.shape)
+    logprobs = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (before, after)]
+    expected = (np.exp(logprobs[0]) * (logprobs[0] - logprobs[1])).sum(-1)
+    whole, other = (torch.from_numpy(x).float() for x in (before, after))
+    divergences = Predictions.of(whole).divergences(other)
+    np.testing.assert_allclose(divergences, expected, atol=5e-6)
 
 
 # With a model
