@@ -14,7 +14,7 @@ What is measured is kept by its intervention, so nothing is measured twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -26,15 +26,16 @@ from torch.nn.functional import cross_entropy
 from headcount.schemas.errors import ModelError, ScanError, counted
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan_file import parse_scan
-from headcount.workers.engine.prediction_inputs import check_unembedding
-from headcount.workers.head_check import Question, asked_logits
+from headcount.workers.engine.prediction_inputs import check_unembedding, row_chunks
 from headcount.workers.head_gates import Asked, HeadGates, Predictions, Round
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
 from headcount.workers.inputs.families.needles import needle_in
 from headcount.workers.inputs.input_registry import Draw
+from headcount.workers.interventions import bind
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
+from headcount.workers.read_prompts import MOST_TOKENS, ReadPrompts, changed_attention
 from headcount.workers.replica import Replica
 
 Half = Literal["chooses", "reports"]
@@ -45,9 +46,11 @@ SEEDS: dict[Half, int] = {"chooses": 1, "reports": 2}
 
 LONGEST = 512  # tokens of a sequence if nobody says how many
 
+PROMPT_SHARE = 0.75  # of a sequence, at most; the question and its answer stand behind it
+
 FEWEST = 2  # sequences of each half
 
-MOST_MOVED = 128  # tokens of the text of a sequence whose predictions are compared
+MOST_MOVED = 64  # tokens of the text of a sequence whose predictions are compared
 MOST_PREDICTIONS = 2**28  # probabilities of the whole cache that are held in memory, about
 
 
@@ -56,6 +59,7 @@ class Pieces(NamedTuple):
 
     tokens: np.ndarray  # `[sequence pos]`
     is_text: np.ndarray  # tokens of the text, but the first: `[sequence pos]`
+    is_question: np.ndarray
     is_answer: np.ndarray
     documents: np.ndarray  # of which document each sequence is: `[sequence]`
 
@@ -89,13 +93,17 @@ class CacheTrial:
         *,
         n_ctx: int | None,
         sequences: int,
+        reads_prompts: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
+        """`reads_prompts`: whether most of a sequence is read before its cache is cut, if the model
+        can go on from its keys and values. Else every query sees what is left of the cache.
+        """
         self._models = KnownModels()
         self.info = self._models.describe(model)
         self.model, self.texts, self.device = model, [*texts], device
         self.n_ctx = min(self.info.n_ctx, LONGEST) if n_ctx is None else n_ctx
-        self.sequences = sequences
+        self.sequences, self.reads_prompts = sequences, reads_prompts
         self.known: dict[str, list[list[float | None]]] = {}
         """`[sequence]` of the fields of `Measured`, by half and intervention."""
         self.opened: dict[str, list[dict[str, Any]]] = {}
@@ -177,7 +185,7 @@ class CacheTrial:
             if number < len(self._documents[document])
         ][: self.sequences]
         tokens = np.zeros((len(places), self.n_ctx), dtype=np.int64)
-        is_text, is_answer = (np.zeros(tokens.shape, dtype=bool) for _ in range(2))
+        is_text, is_question, is_answer = (np.zeros(tokens.shape, dtype=bool) for _ in range(3))
         for row, (document, number) in enumerate(places):
             draw = Draw(
                 np.random.default_rng((seed, row)),
@@ -193,9 +201,11 @@ class CacheTrial:
                 tokens[row, 0] = self.info.bos_token_id
             tokens[row, has_bos:] = labelled.tokens
             is_text[row, has_bos:] = names == ""
+            is_question[row, has_bos:] = names == "query"
             is_answer[row, has_bos:] = names == "answer"
         is_text[:, 0] = False
-        return Pieces(tokens, is_text, is_answer, np.array([place for place, _ in places]))
+        numbers = np.array([document for document, _ in places])
+        return Pieces(tokens, is_text, is_question, is_answer, numbers)
 
     def measure(self, half: Half, intervention: str, count: int | None = None) -> Measured:
         """What the first so many sequences of a half say under an intervention; None: all."""
@@ -208,29 +218,29 @@ class CacheTrial:
 
     def _measured(self, half: Half, intervention: str, rows: range) -> list[list[float | None]]:
         """The fields of `Measured` for some sequences."""
-        pieces, chosen = self.pieces[half], slice(rows.start, rows.stop)
-        asked = self._asked(half)[chosen]
-        is_compared = half == "chooses" and intervention != "none"
-        # Where the compared tokens of these sequences begin among those of all.
-        row = int(self._asked(half)[: rows.start].sum())
+        asked = self._asked(half)
+        whole = self._expected if half == "chooses" and intervention != "none" else None
+        # Where the tokens that these sequences are asked for begin among those of all.
+        row = int(asked[: rows.start].sum())
         losses, is_first, moved = list[Tensor](), list[Tensor](), list[Tensor]()
-        question = Question(pieces.tokens[chosen], asked)
-        whole = self._expected if is_compared else None
-        with self.replica.engine_under(parse_intervention(intervention), None) as engine:
-            for logits, targets in asked_logits(engine, question, self.passed):
-                losses.append(cross_entropy(logits, targets, reduction="none"))
-                is_first.append(logits.argmax(-1) == targets)
-                if whole is None:
-                    # The whole cache is where it is. Elsewhere nothing is compared.
-                    distance = 0.0 if half == "chooses" else math.nan
-                    moved.append(torch.full_like(losses[-1], distance))
-                else:
-                    moved.append(whole.part(row, row + len(targets)).divergences(logits))
-                row += len(targets)
+        for logits, targets in self._asked_logits(half, intervention, rows):
+            losses.append(cross_entropy(logits, targets, reduction="none"))
+            is_first.append(logits.argmax(-1) == targets)
+            if whole is None:
+                # The whole cache is where it is. Elsewhere nothing is compared.
+                distance = 0.0 if half == "chooses" else math.nan
+                moved.append(torch.full_like(losses[-1], distance))
+            else:
+                moved.append(whole.part(row, row + len(targets)).divergences(logits))
+            row += len(targets)
         loss, found, distance = (
             torch.cat(parts).double().cpu().numpy() for parts in (losses, is_first, moved)
         )
-        of_row, is_answer = np.nonzero(asked)[0], pieces.is_answer[chosen][asked]
+        asked = asked[rows.start : rows.stop]
+        of_row, is_answer = (
+            np.nonzero(asked)[0],
+            self.pieces[half].is_answer[rows.start : rows.stop][asked],
+        )
 
         def means(values: np.ndarray, is_in: np.ndarray) -> np.ndarray:
             sums = np.bincount(of_row[is_in], values[is_in], len(asked))
@@ -245,50 +255,84 @@ class CacheTrial:
         )
         return [[None if np.isnan(x) else x for x in one] for one in np.transpose(columns).tolist()]
 
-    def _asked(self, half: Half) -> np.ndarray:
-        """Tokens whose predictions are read: `[sequence pos]`."""
-        pieces = self.pieces[half]
-        return self._is_compared if half == "chooses" else pieces.is_text | pieces.is_answer
+    @torch.no_grad()
+    def _asked_logits(
+        self, half: Half, intervention: str, rows: range
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The logits `[asked d_vocab]` before the tokens that some sequences are asked for, and
+        these tokens: some at a time, in their order.
+        """
+        model, prompts = self.replica.model, self._prompts[half]
+        bound = bind(parse_intervention(intervention))
+        bound.check(self.info, self.n_ctx)
+        attend = changed_attention(bound.changes(model))
+        size = max(1, MOST_TOKENS // (self.n_ctx - prompts.length))
+        for start in range(rows.start, rows.stop, size):
+            batch = slice(start, min(start + size, rows.stop))
+            stream = prompts.read_on(batch, attend)
+            # A token is predicted at the position before it.
+            is_asked = self._asked(half)[batch, prompts.length + 1 :]
+            targets = torch.from_numpy(prompts.tokens[batch, prompts.length + 1 :][is_asked])
+            streams = stream[:, :-1][torch.from_numpy(is_asked).to(stream.device)]
+            chunks = (row_chunks(model, x) for x in (streams, targets.to(stream.device)))
+            for of_chunk, targets_of_chunk in zip(*chunks, strict=True):
+                yield model.logits(of_chunk), targets_of_chunk
+            self.passed(len(stream))
 
     @cached_property
-    def _is_compared(self) -> np.ndarray:
-        """Tokens whose predictions are compared where plans are chosen: the answers, and some of
-        the text, evenly spaced: `[sequence pos]`.
+    def _prompts(self) -> dict[Half, ReadPrompts]:
+        """The sequences of each half, whose prompts are read before any cache is cut."""
+        halves = {half: each.tokens for half, each in self.pieces.items()}
+        model = self.replica.model
+        first_question = min(int(each.is_question.argmax(1).min()) for each in self.pieces.values())
+        length = min(int(PROMPT_SHARE * self.n_ctx), first_question) if self.reads_prompts else 0
+        if length and not ReadPrompts(model, halves["chooses"][:1], length).is_exact:
+            length = 0
+        return {half: ReadPrompts(model, tokens, length) for half, tokens in halves.items()}
+
+    @property
+    def prompt(self) -> int:
+        """How many tokens are read with the whole cache, before it is cut."""
+        return self._prompts["chooses"].length
+
+    def _asked(self, half: Half) -> np.ndarray:
+        """Tokens whose predictions are read: the answers and, where plans are chosen, some of the
+        text behind the prompt, evenly spaced; else all of it: `[sequence pos]`.
         """
-        pieces = self.pieces["chooses"]
-        count = len(pieces.tokens)
-        most = max(1, min(MOST_MOVED, MOST_PREDICTIONS // (count * self.info.d_vocab)))
-        compared = pieces.is_answer.copy()
-        for row, is_text in zip(compared, pieces.is_text, strict=True):
-            places = np.flatnonzero(is_text)
-            row[places[:: -(-len(places) // most)]] = True
-        return compared
+        pieces, first = self.pieces[half], self.prompt + 1
+        asked = pieces.is_answer.copy()
+        count = len(asked) * self.info.d_vocab
+        most = max(1, min(MOST_MOVED, MOST_PREDICTIONS // count)) if half == "chooses" else None
+        for row, is_text in zip(asked, pieces.is_text, strict=True):
+            places = first + np.flatnonzero(is_text[first:])
+            step = 1 if most is None else -(-len(places) // most)
+            row[places[::step]] = True
+        return asked
 
     @cached_property
     def _expected(self) -> Predictions:
         """What the model predicts with its whole cache before the tokens that are compared, those
         of one sequence that chooses after those of another.
         """
-        question = Question(self.pieces["chooses"].tokens, self._is_compared)
-        with self.replica.engine_under(parse_intervention("none"), None) as engine:
-            chunks = [
-                Predictions.of(logits) for logits, _ in asked_logits(engine, question, self.passed)
-            ]
+        rows = range(len(self.pieces["chooses"].tokens))
+        chunks = [
+            Predictions.of(logits) for logits, _ in self._asked_logits("chooses", "none", rows)
+        ]
         return Predictions(*map(torch.cat, zip(*chunks, strict=True)))
 
     def rounds(self, sink: int, recent: int, needle_weight: float) -> list[Round]:
         """Rounds in which KV heads are opened, by how far predictions have moved where plans are
         chosen: the mean over tokens of the text, and that over the answers times a weight.
         """
-        pieces = self.pieces["chooses"]
+        pieces, is_asked = self.pieces["chooses"], self._asked("chooses")
         text, answers = (
             is_in / is_in.sum(1, keepdims=True)
-            for is_in in (self._is_compared & ~pieces.is_answer, pieces.is_answer)
+            for is_in in (is_asked & ~pieces.is_answer, pieces.is_answer)
         )
         # A weight of 0 would say that answers are not asked for.
         weights = text + max(needle_weight, 1e-12) * answers
         asked = Asked(pieces.tokens, weights / len(weights), self._expected)
-        gates = HeadGates(self.replica.model, sink, recent)
+        gates = HeadGates(self.replica.model, sink, recent, self._prompts["chooses"])
         known = self.opened.setdefault(f"{sink},{recent},{needle_weight:g}", [])
         before, found = [*map(Round.read, known)], list[Round]()
         for one in gates.rounds(asked, before, self.passed):

@@ -63,6 +63,7 @@ class PlanRequest:
                 self.texts,
                 n_ctx=self.n_ctx,
                 sequences=self.sequences,
+                reads_prompts=self.engine.reads_prompts,
                 device=self.device,
             )
             # Before the model is loaded: what is refused costs nothing.
@@ -128,6 +129,7 @@ class PlanRequest:
             "sha256": trial.info.sha256,
             "code": code_fingerprint(),
             "n_ctx": trial.n_ctx,
+            "reads_prompts": trial.reads_prompts,
             "sequences": {half: len(each.tokens) for half, each in trial.pieces.items()},
             "needle_seeds": dict(SEEDS),
             "texts": [text_record(text) for text in self.texts or [BUNDLED_LICENSE]],

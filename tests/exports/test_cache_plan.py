@@ -166,10 +166,11 @@ def test_divergences_of_many_tokens_are_exact_to_float32():
 
 def test_sequences_ask_for_words_and_for_numbers():
     trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=4)
+    pieces = trial.pieces["chooses"]
     # A tokenizer of bytes, with BOS first.
     answers = [
         bytes(row[where].tolist()).decode().strip()
-        for row, where in zip(*trial.pieces["chooses"][0:3:2], strict=True)
+        for row, where in zip(pieces.tokens, pieces.is_answer, strict=True)
     ]
     assert all(answer in VALUES for answer in answers[0::2])
     assert all(len(answer) == 5 and answer.isdigit() for answer in answers[1::2])
@@ -344,7 +345,7 @@ def test_transformers_loses_what_windows_cost():
     moved = (before.exp() * (before - after)).sum(-1).numpy()  # [sequence pos]
     measured = trial.measure("chooses", text)
     for is_in, found in (
-        (trial._is_compared & ~pieces.is_answer, measured.text_moved),
+        (trial._asked("chooses") & ~pieces.is_answer, measured.text_moved),
         (pieces.is_answer, measured.needle_moved),
     ):
         # A token is predicted at the position before it.
