@@ -282,13 +282,14 @@ class CacheTrial:
     @cached_property
     def _prompts(self) -> dict[Half, ReadPrompts]:
         """The sequences of each half, whose prompts are read before any cache is cut."""
-        halves = {half: each.tokens for half, each in self.pieces.items()}
-        model = self.replica.model
-        first_question = min(int(each.is_question.argmax(1).min()) for each in self.pieces.values())
-        length = min(int(PROMPT_SHARE * self.n_ctx), first_question) if self.reads_prompts else 0
-        if length and not ReadPrompts(model, halves["chooses"][:1], length).is_exact:
-            length = 0
-        return {half: ReadPrompts(model, tokens, length) for half, tokens in halves.items()}
+        model, pieces = self.replica.model, self.pieces
+        length = 0
+        if self.reads_prompts:
+            first_question = min(each.is_question.argmax(1).min() for each in pieces.values())
+            length = min(int(PROMPT_SHARE * self.n_ctx), int(first_question))
+            if not ReadPrompts(model, pieces["chooses"].tokens[:1], length).is_exact:
+                length = 0
+        return {half: ReadPrompts(model, pieces[half].tokens, length) for half in HALVES}
 
     @property
     def prompt(self) -> int:

@@ -19,8 +19,6 @@ from tests.toys import toy_models as toy
 TOKENS = np.random.default_rng(0).integers(2, toy.D_VOCAB, (3, 31))
 
 
-
-
 def saved(config: Any, folder: Path) -> Model:
     return load_model(describe(toy.save_model(folder / "model", config)), "raw", "cpu")
 
@@ -79,9 +77,7 @@ def test_transformers_says_the_same_behind_a_prompt():
     trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=3, reads_prompts=True)
     prompt = trial.prompt
     assert 64 < prompt < 192
-    plan = (
-        "stream_groups(4,24,4,x4102)+store_keys(affine4,4,4,x00f)+store_values(affine2,4,4,x00f)"
-    )
+    plan = "stream_groups(4,24,4,x4102)+store_keys(affine4,4,4,x00f)+store_values(affine2,4,4,x00f)"
     behind = torch.arange(prompt, 256)[:, None] - torch.arange(256)
     between = (behind >= 24) & (torch.arange(256) >= 4)
 

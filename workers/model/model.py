@@ -426,7 +426,7 @@ class Model:
         from position `first` on.
         """
         # Hugging Face would keep all keys and values for a next token, which is never asked for.
-        options: dict[str, Any] = {"use_cache": False} if self.info.is_of_transformers else {}
+        options: dict[str, object] = {"use_cache": False} if self.info.is_of_transformers else {}
         if first:
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
             options["position_ids"] = positions[None]
