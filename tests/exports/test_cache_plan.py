@@ -77,6 +77,17 @@ def test_a_format_never_takes_the_place_of_a_smaller_one():
     assert plan == CachePlan.untouched(SHAPE).with_choices(SHAPE, [wide, narrow])
 
 
+def test_what_keeps_a_part_of_another_plan():
+    def of(*caches: HeadCache) -> CachePlan:
+        return CachePlan(caches)
+
+    wide, narrow, cut = HeadCache(keys="affine8"), HeadCache(keys="affine4"), HeadCache(window=True)
+    assert of(narrow, cut).keeps_part_of(of(wide, HeadCache()), SHAPE)
+    assert of(narrow, cut).keeps_part_of(of(narrow, cut), SHAPE)
+    assert not of(wide, cut).keeps_part_of(of(narrow, cut), SHAPE)
+    assert not of(narrow, HeadCache()).keeps_part_of(of(wide, cut), SHAPE)
+
+
 def told(engine: str, *choices: Choice) -> str:
     flags = ENGINES[engine].flags
     assert flags is not None
