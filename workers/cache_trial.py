@@ -46,7 +46,7 @@ SEEDS: dict[Half, int] = {"chooses": 1, "reports": 2}
 
 LONGEST = 512  # tokens of a sequence if nobody says how many
 
-PROMPT_SHARE = 0.75  # of a sequence, at most; the question and its answer stand behind it
+PROMPT_SHARE = 0.75  # of what stands before a question, so text is read behind it as well
 
 FEWEST = 2  # sequences of each half
 
@@ -286,7 +286,7 @@ class CacheTrial:
         length = 0
         if self.reads_prompts:
             first_question = min(each.is_question.argmax(1).min() for each in pieces.values())
-            length = min(int(PROMPT_SHARE * self.n_ctx), int(first_question))
+            length = int(PROMPT_SHARE * first_question)
             if not ReadPrompts(model, pieces["chooses"].tokens[:1], length).is_exact:
                 length = 0
         return {half: ReadPrompts(model, pieces[half].tokens, length) for half in HALVES}
