@@ -1,7 +1,8 @@
 """What a plan of a cache costs: the loss of texts, and the recall of needles in them.
 
 Each sequence is a piece of a text with a sentence somewhere in it, and at its end a question about
-it. One pass tells the loss of the text, and whether the answer is found.
+it. One pass tells the loss of the text, and whether the answer is found. Most of a sequence may be
+a prompt that is read with the whole cache: then only what is behind it is asked for.
 
 Texts are split into halves: one chooses, the other reports. Where plans are chosen, each is
 compared with the whole cache at some of the tokens: how far the predictions have moved. A rise of
