@@ -1,18 +1,21 @@
 """What a plan of a cache costs: the loss of texts, and the recall of needles in them.
 
 Each sequence is a piece of a text with a sentence somewhere in it, and at its end a question about
-it. One pass tells the loss of the text, and whether the answer is found.
+it. One pass tells the loss of the text, and whether the answer is found. Most of a sequence may be
+a prompt that is read with the whole cache: then only what is behind it is asked for.
 
-Texts are split into halves: one chooses, the other reports. Where plans are chosen, each is also
-compared with the whole cache token by token: how far the predictions have moved. A rise of the loss
-has the same mean if the model knows its texts, and much more noise: it may fall by chance.
+Texts are split into halves: one chooses, the other reports. Where plans are chosen, each is
+compared with the whole cache at some of the tokens: how far the predictions have moved. A rise of
+the loss has the same mean if the model knows its texts, and much more noise: it may fall by chance.
+Only what is compared is unembedded there; all of the text is where a result is reported.
 
 What is measured is kept by its intervention, so nothing is measured twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -24,15 +27,16 @@ from torch.nn.functional import cross_entropy
 from headcount.schemas.errors import ModelError, ScanError, counted
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan_file import parse_scan
-from headcount.workers.engine.prediction_inputs import check_unembedding
-from headcount.workers.head_check import Question, asked_logits
-from headcount.workers.head_gates import Asked, HeadGates, Round, divergences
+from headcount.workers.engine.prediction_inputs import check_unembedding, row_chunks
+from headcount.workers.head_gates import Asked, HeadGates, Predictions, Round
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
 from headcount.workers.inputs.families.needles import needle_in
 from headcount.workers.inputs.input_registry import Draw
+from headcount.workers.interventions import bind
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.attention_facts import window_of
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
+from headcount.workers.read_prompts import MOST_TOKENS, ReadPrompts, changed_attention
 from headcount.workers.replica import Replica
 
 Half = Literal["chooses", "reports"]
@@ -43,9 +47,11 @@ SEEDS: dict[Half, int] = {"chooses": 1, "reports": 2}
 
 LONGEST = 512  # tokens of a sequence if nobody says how many
 
+PROMPT_SHARE = 0.75  # of what stands before a question, so text is read behind it as well
+
 FEWEST = 2  # sequences of each half
 
-MOST_MOVED = 128  # tokens of the text of a sequence whose predictions are compared
+MOST_MOVED = 64  # tokens of the text of a sequence whose predictions are compared
 MOST_PREDICTIONS = 2**28  # probabilities of the whole cache that are held in memory, about
 
 
@@ -54,6 +60,7 @@ class Pieces(NamedTuple):
 
     tokens: np.ndarray  # `[sequence pos]`
     is_text: np.ndarray  # tokens of the text, but the first: `[sequence pos]`
+    is_question: np.ndarray
     is_answer: np.ndarray
     documents: np.ndarray  # of which document each sequence is: `[sequence]`
 
@@ -61,7 +68,9 @@ class Pieces(NamedTuple):
 class Measured(NamedTuple):
     """What a model says of some sequences: `[sequence]` each."""
 
-    text: np.ndarray  # mean loss of tokens of the text, in nats
+    text: np.ndarray
+    """Mean loss of tokens of the text, in nats; where plans are chosen, of those that are compared.
+    """
     needle: np.ndarray  # mean loss of the tokens of the answer
     recall: np.ndarray  # the share of these that it predicts first
     text_moved: np.ndarray
@@ -85,13 +94,17 @@ class CacheTrial:
         *,
         n_ctx: int | None,
         sequences: int,
+        reads_prompts: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
+        """`reads_prompts`: whether most of a sequence is read before its cache is cut, if the model
+        can go on from its keys and values. Else every query sees what is left of the cache.
+        """
         self._models = KnownModels()
         self.info = self._models.describe(model)
         self.model, self.texts, self.device = model, [*texts], device
         self.n_ctx = min(self.info.n_ctx, LONGEST) if n_ctx is None else n_ctx
-        self.sequences = sequences
+        self.sequences, self.reads_prompts = sequences, reads_prompts
         self.known: dict[str, list[list[float | None]]] = {}
         """`[sequence]` of the fields of `Measured`, by half and intervention."""
         self.opened: dict[str, list[dict[str, Any]]] = {}
@@ -173,7 +186,7 @@ class CacheTrial:
             if number < len(self._documents[document])
         ][: self.sequences]
         tokens = np.zeros((len(places), self.n_ctx), dtype=np.int64)
-        is_text, is_answer = (np.zeros(tokens.shape, dtype=bool) for _ in range(2))
+        is_text, is_question, is_answer = (np.zeros(tokens.shape, dtype=bool) for _ in range(3))
         for row, (document, number) in enumerate(places):
             draw = Draw(
                 np.random.default_rng((seed, row)),
@@ -189,9 +202,11 @@ class CacheTrial:
                 tokens[row, 0] = self.info.bos_token_id
             tokens[row, has_bos:] = labelled.tokens
             is_text[row, has_bos:] = names == ""
+            is_question[row, has_bos:] = names == "query"
             is_answer[row, has_bos:] = names == "answer"
         is_text[:, 0] = False
-        return Pieces(tokens, is_text, is_answer, np.array([place for place, _ in places]))
+        numbers = np.array([document for document, _ in places])
+        return Pieces(tokens, is_text, is_question, is_answer, numbers)
 
     def measure(self, half: Half, intervention: str, count: int | None = None) -> Measured:
         """What the first so many sequences of a half say under an intervention; None: all."""
@@ -204,82 +219,122 @@ class CacheTrial:
 
     def _measured(self, half: Half, intervention: str, rows: range) -> list[list[float | None]]:
         """The fields of `Measured` for some sequences."""
-        pieces, chosen = self.pieces[half], slice(rows.start, rows.stop)
-        asked = (pieces.is_text | pieces.is_answer)[chosen]
-        is_compared, whole = np.zeros_like(asked), None
-        if half == "chooses" and intervention != "none":
-            is_compared = self._is_compared[chosen]
-            whole = torch.cat(self._expected[chosen])
+        asked = self._asked(half)
+        whole = self._expected if half == "chooses" and intervention != "none" else None
+        # Where the tokens that these sequences are asked for begin among those of all.
+        row = int(asked[: rows.start].sum())
         losses, is_first, moved = list[Tensor](), list[Tensor](), list[Tensor]()
-        question = Question(pieces.tokens[chosen], asked)
-        compared = torch.from_numpy(is_compared[asked])
-        with self.replica.engine_under(parse_intervention(intervention), None) as engine:
-            for logits, targets in asked_logits(engine, question, self.passed):
-                losses.append(cross_entropy(logits, targets, reduction="none"))
-                is_first.append(logits.argmax(-1) == targets)
-                if whole is not None:
-                    here, compared = compared[: len(targets)], compared[len(targets) :]
-                    expected, whole = whole[: here.sum()], whole[here.sum() :]
-                    moved.append(divergences(expected, logits[here.to(logits.device)]))
-        loss, found = (torch.cat(parts).double().cpu().numpy() for parts in (losses, is_first))
-        row, answers = np.nonzero(asked)[0], pieces.is_answer[chosen]
+        for logits, targets in self._asked_logits(half, intervention, rows):
+            losses.append(cross_entropy(logits, targets, reduction="none"))
+            is_first.append(logits.argmax(-1) == targets)
+            if whole is None:
+                # The whole cache is where it is. Elsewhere nothing is compared.
+                distance = 0.0 if half == "chooses" else math.nan
+                moved.append(torch.full_like(losses[-1], distance))
+            else:
+                moved.append(whole.part(row, row + len(targets)).divergences(logits))
+            row += len(targets)
+        loss, found, distance = (
+            torch.cat(parts).double().cpu().numpy() for parts in (losses, is_first, moved)
+        )
+        asked = asked[rows.start : rows.stop]
+        of_row, is_answer = (
+            np.nonzero(asked)[0],
+            self.pieces[half].is_answer[rows.start : rows.stop][asked],
+        )
 
-        def means(values: np.ndarray, of_row: np.ndarray, is_in: np.ndarray) -> np.ndarray:
+        def means(values: np.ndarray, is_in: np.ndarray) -> np.ndarray:
             sums = np.bincount(of_row[is_in], values[is_in], len(asked))
             return sums / np.bincount(of_row[is_in], minlength=len(asked))
 
-        is_answer = answers[asked]
-        columns = [means(loss, row, ~is_answer)]
-        columns += [means(values, row, is_answer) for values in (loss, found)]
-        if moved:
-            distance = torch.cat(moved).double().cpu().numpy()
-            row, is_answer = np.nonzero(is_compared)[0], answers[is_compared]
-            columns += [means(distance, row, where) for where in (~is_answer, is_answer)]
-        else:
-            # The whole cache is where it is. Elsewhere nothing is compared.
-            columns += 2 * [np.full(len(asked), 0.0 if half == "chooses" else np.nan)]
+        columns = (
+            means(loss, ~is_answer),
+            means(loss, is_answer),
+            means(found, is_answer),
+            means(distance, ~is_answer),
+            means(distance, is_answer),
+        )
         return [[None if np.isnan(x) else x for x in one] for one in np.transpose(columns).tolist()]
 
-    @cached_property
-    def _is_compared(self) -> np.ndarray:
-        """Tokens whose predictions are compared where plans are chosen: the answers, and some of
-        the text, evenly spaced: `[sequence pos]`.
+    @torch.no_grad()
+    def _asked_logits(
+        self, half: Half, intervention: str, rows: range
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The logits `[asked d_vocab]` before the tokens that some sequences are asked for, and
+        these tokens: some at a time, in their order.
         """
-        pieces = self.pieces["chooses"]
-        count = len(pieces.tokens)
-        most = max(1, min(MOST_MOVED, MOST_PREDICTIONS // (count * self.info.d_vocab)))
-        compared = pieces.is_answer.copy()
-        for row, is_text in zip(compared, pieces.is_text, strict=True):
-            places = np.flatnonzero(is_text)
-            row[places[:: -(-len(places) // most)]] = True
-        return compared
+        model, prompts = self.replica.model, self._prompts[half]
+        bound = bind(parse_intervention(intervention))
+        bound.check(self.info, self.n_ctx)
+        attend = changed_attention(bound.changes(model))
+        size = max(1, MOST_TOKENS // (self.n_ctx - prompts.length))
+        for start in range(rows.start, rows.stop, size):
+            batch = slice(start, min(start + size, rows.stop))
+            stream = prompts.read_on(batch, attend)
+            # A token is predicted at the position before it.
+            is_asked = self._asked(half)[batch, prompts.length + 1 :]
+            targets = torch.from_numpy(prompts.tokens[batch, prompts.length + 1 :][is_asked])
+            streams = stream[:, :-1][torch.from_numpy(is_asked).to(stream.device)]
+            chunks = (row_chunks(model, x) for x in (streams, targets.to(stream.device)))
+            for of_chunk, targets_of_chunk in zip(*chunks, strict=True):
+                yield model.logits(of_chunk), targets_of_chunk
+            self.passed(len(stream))
 
     @cached_property
-    def _expected(self) -> list[Tensor]:
-        """What the model predicts with its whole cache: for each sequence that chooses, the
-        probabilities before the tokens that are compared, `[compared d_vocab]`.
+    def _prompts(self) -> dict[Half, ReadPrompts]:
+        """The sequences of each half, whose prompts are read before any cache is cut."""
+        model, pieces = self.replica.model, self.pieces
+        length = 0
+        if self.reads_prompts:
+            first_question = min(each.is_question.argmax(1).min() for each in pieces.values())
+            length = int(PROMPT_SHARE * first_question)
+            if not ReadPrompts(model, pieces["chooses"].tokens[:1], length).is_exact:
+                length = 0
+        return {half: ReadPrompts(model, pieces[half].tokens, length) for half in HALVES}
+
+    @property
+    def prompt(self) -> int:
+        """How many tokens are read with the whole cache, before it is cut."""
+        return self._prompts["chooses"].length
+
+    def _asked(self, half: Half) -> np.ndarray:
+        """Tokens whose predictions are read: the answers and, where plans are chosen, some of the
+        text behind the prompt, evenly spaced; else all of it: `[sequence pos]`.
         """
-        question = Question(self.pieces["chooses"].tokens, self._is_compared)
-        with self.replica.engine_under(parse_intervention("none"), None) as engine:
-            chunks = [
-                logits.float().softmax(-1)
-                for logits, _ in asked_logits(engine, question, self.passed)
-            ]
-        return [*torch.cat(chunks).split(self._is_compared.sum(1).tolist())]
+        pieces, first = self.pieces[half], self.prompt + 1
+        asked = pieces.is_answer.copy()
+        count = len(asked) * self.info.d_vocab
+        most = max(1, min(MOST_MOVED, MOST_PREDICTIONS // count)) if half == "chooses" else None
+        for row, is_text in zip(asked, pieces.is_text, strict=True):
+            places = first + np.flatnonzero(is_text[first:])
+            step = 1 if most is None else -(-len(places) // most)
+            row[places[::step]] = True
+        return asked
+
+    @cached_property
+    def _expected(self) -> Predictions:
+        """What the model predicts with its whole cache before the tokens that are compared, those
+        of one sequence that chooses after those of another.
+        """
+        rows = range(len(self.pieces["chooses"].tokens))
+        chunks = [
+            Predictions.of(logits) for logits, _ in self._asked_logits("chooses", "none", rows)
+        ]
+        return Predictions(*map(torch.cat, zip(*chunks, strict=True)))
 
     def rounds(self, sink: int, recent: int, needle_weight: float) -> list[Round]:
         """Rounds in which KV heads are opened, by how far predictions have moved where plans are
         chosen: the mean over tokens of the text, and that over the answers times a weight.
         """
-        pieces = self.pieces["chooses"]
+        pieces, is_asked = self.pieces["chooses"], self._asked("chooses")
         text, answers = (
             is_in / is_in.sum(1, keepdims=True)
-            for is_in in (self._is_compared & ~pieces.is_answer, pieces.is_answer)
+            for is_in in (is_asked & ~pieces.is_answer, pieces.is_answer)
         )
         # A weight of 0 would say that answers are not asked for.
         weights = text + max(needle_weight, 1e-12) * answers
         asked = Asked(pieces.tokens, weights / len(weights), self._expected)
-        gates = HeadGates(self.replica.model, sink, recent)
+        gates = HeadGates(self.replica.model, sink, recent, self._prompts["chooses"])
         known = self.opened.setdefault(f"{sink},{recent},{needle_weight:g}", [])
         before, found = [*map(Round.read, known)], list[Round]()
         for one in gates.rounds(asked, before, self.passed):

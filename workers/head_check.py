@@ -471,5 +471,5 @@ def asked_logits(
         targets = tokens[:, 1:][asked[:, 1:]]  # [asked]
         inputs = PredictionInputs(model, hidden, tokens)
         for stream, target in zip(inputs.chunks(streams), inputs.chunks(targets), strict=True):
-            yield model.unembed(stream), target
+            yield model.logits(stream), target
         passed(len(tokens))

@@ -16,19 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
-from headcount.workers.engine.engine import StopPass
 from headcount.workers.engine.prediction_inputs import check_unembedding
-from headcount.workers.model.attention_facts import (
-    AttentionFacts,
-    all_scores,
-    distances,
-    pattern_of,
-    unseen_keys,
-    weighted_values,
-)
-from headcount.workers.model.model import Model, at_least_float32
+from headcount.workers.model.attention_facts import AttentionFacts
+from headcount.workers.model.model import Model
+from headcount.workers.read_prompts import ReadPrompts, attention, kept_keys, seen_keys
 
 KVHead = tuple[int, int]  # a layer, and one of its heads of keys and values
 
@@ -36,6 +29,34 @@ ROUNDS = 9
 """Rounds in which half of the heads are opened; the others are ranked by their last gains."""
 
 MOST_TOKENS = 2048  # of a batch, whose graph is held until its backward pass
+
+
+class Predictions(NamedTuple):
+    """What a model predicts before some tokens."""
+
+    probabilities: Tensor  # `[asked d_vocab]`
+    certainty: Tensor  # Σ_v p[v] log p[v]: `[asked]`
+
+    @classmethod
+    def of(cls, logits: Tensor) -> "Predictions":
+        """The softmax of logits `[asked d_vocab]`."""
+        logprobs = logits.float().log_softmax(-1)
+        probabilities = logprobs.exp()
+        return cls(probabilities, (probabilities * logprobs).sum(-1))
+
+    def part(self, start: int, stop: int) -> "Predictions":
+        """Some of them."""
+        return Predictions(self.probabilities[start:stop], self.certainty[start:stop])
+
+    def divergences(self, logits: Tensor) -> Tensor:
+        """How far other predictions are from these: Σ_v p[v] log(p[v] / p'[v]), `[asked]`.
+
+        >>> Predictions.of(torch.zeros(1, 2)).divergences(torch.zeros(1, 2)).tolist()
+        [0.0]
+        """
+        # Σ p log p is known, and no logarithm of the expected probabilities is taken again. A dot
+        # product would be faster, and 3e-4 wrong for 49,000 tokens: `sum` adds in pairs.
+        return self.certainty - (self.probabilities * logits.float().log_softmax(-1)).sum(-1)
 
 
 class Asked(NamedTuple):
@@ -46,20 +67,15 @@ class Asked(NamedTuple):
     """What the loss of each token counts, 0 if it is not asked for: `[sequence pos]`. The first
     token never is.
     """
-    expected: Sequence[Tensor] | None = None
-    """Probabilities that the model should have, `[asked d_vocab]` for each sequence. Its loss is
-    the divergence from them. None: it should have the tokens themselves.
+    expected: Predictions | None = None
+    """What the model should predict before the tokens that are asked for, in their order. Its loss
+    is the divergence from that. None: it should have the tokens themselves.
     """
 
     @classmethod
     def of_answers(cls, tokens: np.ndarray, answers: np.ndarray) -> "Asked":
         """The mean loss of some tokens: `answers [sequence pos]` is where they are."""
         return cls(tokens, answers / answers.sum())
-
-    def part(self, start: int, stop: int) -> "Asked":
-        """Some of the sequences."""
-        expected = None if self.expected is None else self.expected[start:stop]
-        return Asked(self.tokens[start:stop], self.weights[start:stop], expected)
 
 
 @dataclass(frozen=True)
@@ -102,13 +118,15 @@ class HeadGates:
     z = z_cut + gate (z_whole - z_cut), as DuoAttention trains them.
     """
 
-    def __init__(self, model: Model, sink: int, recent: int) -> None:
+    def __init__(
+        self, model: Model, sink: int, recent: int, prompts: ReadPrompts | None = None
+    ) -> None:
+        """Behind `prompts`, if there are any, caches are cut: these are read whole."""
         check_unembedding(model)
-        self.model, self.sink, self.recent = model, sink, recent
+        self.model, self.sink, self.recent, self.prompts = model, sink, recent, prompts
         info = model.info
         self.layers = tuple(info.attention_layers_or_all)
         self.n_kv_heads = info.n_kv_heads or info.n_heads
-        self._attended = 0  # layers that have attended in the pass that is running
 
     def rounds(
         self, asked: Asked, before: Sequence[Round], told: Callable[[int], None]
@@ -167,22 +185,29 @@ class HeadGates:
         """
         loss, known = 0.0, 0
         slopes: list[np.ndarray] = []
-        size = max(1, MOST_TOKENS // asked.tokens.shape[1])
+        prompts = self.prompts or ReadPrompts(self.model, asked.tokens, 0)
+        # A token is predicted at the position before it, so the first one behind a prompt is not.
+        after = prompts.length + 1
+        size = max(1, MOST_TOKENS // asked.tokens[:, prompts.length :].shape[1])
+        row = 0  # tokens that were asked for
         for start in range(0, len(asked.tokens), size):
-            part = asked.part(start, start + size)
-            tokens = torch.from_numpy(part.tokens).to(self.model.device).long()
-            weights = torch.from_numpy(part.weights).to(self.model.device)[:, 1:]
+            batch = slice(start, start + size)
+            targets, weights = (
+                torch.from_numpy(x[batch, after:]).to(self.model.device)
+                for x in (asked.tokens, asked.weights)
+            )
             # A gate of its own for each sequence has the slope of that sequence.
-            of_batch = gates.to(self.model.device).repeat(len(tokens), 1, 1)
+            of_batch = gates.to(self.model.device).repeat(len(targets), 1, 1)
             of_batch.requires_grad_(torch.is_grad_enabled())
-            # A token is predicted at the position before it.
+            stream = prompts.read_on(batch, partial(self._attend, of_batch))
             is_asked = weights > 0
-            logits = self.model.unembed(self._final(tokens, of_batch)[:, :-1][is_asked])
-            targets = tokens[:, 1:][is_asked]
-            if part.expected is None:
+            logits = self.model.logits(stream[:, :-1][is_asked])
+            targets = targets.long()[is_asked]
+            if asked.expected is None:
                 losses = cross_entropy(logits, targets, reduction="none")
             else:
-                losses = divergences(torch.cat([*part.expected]), logits)
+                losses = asked.expected.part(row, row + len(targets)).divergences(logits)
+            row += len(targets)
             weighted = (losses * weights[is_asked]).sum()
             if weighted.requires_grad:
                 weighted.backward()
@@ -190,59 +215,16 @@ class HeadGates:
                 slopes.append(of_batch.grad.double().cpu().numpy())
             loss += weighted.item()
             known += int((logits.argmax(-1) == targets).sum())
-            told(len(tokens))
+            told(len(weights))
         of_all = np.concatenate(slopes) if slopes else np.zeros(0)
-        return known / int((asked.weights[:, 1:] > 0).sum()), loss, of_all
-
-    def _final(self, tokens: Tensor, gates: Tensor) -> Tensor:
-        """The stream after the last norm, `[batch pos d_model]`; gates are `[batch layer head]`."""
-        finals: list[Tensor] = []
-
-        def end_pass(_module: object, args: tuple[Tensor, ...]) -> None:
-            finals.append(at_least_float32(args[0]))
-            raise StopPass
-
-        (unembedding,) = self.model.modules("unembed")
-        hook = unembedding.register_forward_pre_hook(end_pass)
-        self._attended = 0
-        try:
-            self.model.run_bare(tokens, partial(self._attend, gates))
-        except StopPass:
-            pass
-        finally:
-            hook.remove()
-        return finals[0]
+        return known / row, loss, of_all
 
     def _attend(
-        self, gates: Tensor, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
+        self, gates: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
     ) -> Tensor:
-        """A layer's z `[batch pos head d_v]`, as its gates say."""
-        layer = self.layers[self._attended]
-        self._attended += 1
-        n_heads, positions = q.shape[1], torch.arange(q.shape[2], device=q.device)
-        seen = ~unseen_keys(len(positions), facts, q.device)  # [query key]
-        is_kept = (positions < self.sink) | (distances(positions, positions) < self.recent)
-        attend = partial(_attention, q, k, v, facts)
-        z_cut, z_whole = attend(seen & is_kept), attend(seen)
-        of_heads = gates[:, layer].repeat_interleave(n_heads // self.n_kv_heads, dim=1)
-        z = z_cut + of_heads[:, :, None, None] * (z_whole - z_cut)
-        return z.transpose(1, 2).to(v.dtype)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, seen: Tensor) -> Tensor:
-    """z `[batch head pos d_v]` of queries that see the keys of a mask `[query key]`."""
-    if facts.soft_cap is None and facts.slopes is None and facts.sink is None:
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=facts.scale, enable_gqa=True
-        )
-    scores = all_scores(q, k, facts).masked_fill(~seen, -torch.inf)
-    return weighted_values(pattern_of(scores, facts), v)
-
-
-def divergences(whole: Tensor, logits: Tensor) -> Tensor:
-    """Σ_v p[v] log(p[v] / p'[v]) of each row: `whole [row d_vocab]` is p, p' is of the logits.
-
-    >>> divergences(torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, 0.0]])).tolist()
-    [0.0]
-    """
-    return kl_div(logits.float().log_softmax(-1), whole, reduction="none").sum(-1)
+        """A layer's z `[batch head query d_v]`, as its gates `[batch layer head]` say."""
+        seen = seen_keys(q, k, facts)
+        is_kept = kept_keys(q, k, self.sink, self.recent)
+        z_cut, z_whole = (attention(q, k, v, facts, keys) for keys in (seen & is_kept, seen))
+        of_heads = gates[:, layer].repeat_interleave(q.shape[1] // self.n_kv_heads, dim=1)
+        return z_cut + of_heads[:, :, None, None] * (z_whole - z_cut)

@@ -58,6 +58,7 @@ class CacheEngine:
     alternatives: tuple[Alternative, ...]
     sink: int = 0  # first keys that its windows keep
     whole: int = 0  # first positions that its formats leave as they are
+    reads_prompts: bool = False  # with the whole cache, which is cut only then
     flags: Callable[[CachePlan, CacheShape], str] | None = None  # of its command line
     files: Callable[[CachePlan, CacheShape], Mapping[str, bytes]] | None = None
     problem: Callable[[ModelInfo], str | None] = lambda _: None
@@ -180,6 +181,7 @@ ENGINES = {
             ),
             sink=4,
             whole=4,
+            reads_prompts=True,
         ),
         CacheEngine(
             name="duo",

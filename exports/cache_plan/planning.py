@@ -63,6 +63,7 @@ class PlanRequest:
                 self.texts,
                 n_ctx=self.n_ctx,
                 sequences=self.sequences,
+                reads_prompts=self.engine.reads_prompts,
                 device=self.device,
             )
             # Before the model is loaded: what is refused costs nothing.
@@ -128,6 +129,7 @@ class PlanRequest:
             "sha256": trial.info.sha256,
             "code": code_fingerprint(),
             "n_ctx": trial.n_ctx,
+            "reads_prompts": trial.reads_prompts,
             "sequences": {half: len(each.tokens) for half, each in trial.pieces.items()},
             "needle_seeds": dict(SEEDS),
             "texts": [text_record(text) for text in self.texts or [BUNDLED_LICENSE]],
@@ -170,16 +172,12 @@ class PlanRequest:
     def _facts(
         self, trial: CacheTrial, shape: CacheShape, search: Search, found: Found
     ) -> dict[str, Any]:
-        full = search.full_bytes
+        """What was found, with the plans that are reported as other documents have them."""
+        full, chosen = search.full_bytes, found.chosen
         points = pareto(found.tried)
-        if found.chosen is not None and found.chosen not in points:
-            points = sorted([*points, found.chosen], key=lambda point: -point.bytes_per_token)
-        rows = [self._reported(trial, shape, point, full) for point in points]
-        chosen = None if found.chosen is None else rows[points.index(found.chosen)]
-        heads = {} if found.chosen is None else found.chosen.plan.facts(shape)
-        flags = None
-        if found.chosen is not None and self.engine.flags is not None:
-            flags = self.engine.flags(found.chosen.plan, shape)
+        if chosen is not None and chosen not in points:
+            points = sorted([*points, chosen], key=lambda point: -point.bytes_per_token)
+        rows = {point: self._reported(trial, shape, point, full) for point in points}
         alone = [
             {
                 "kind": choice.kind,
@@ -189,15 +187,21 @@ class PlanRequest:
             }
             for choice, costs in found.alone.items()
         ]
+        of_chosen: dict[str, Any] = {"plan": None, "heads": {}, "flags": None}
+        if chosen is not None:
+            of_chosen = {
+                "plan": rows[chosen],
+                "heads": chosen.plan.facts(shape),
+                "flags": self.engine.flags and self.engine.flags(chosen.plan, shape),
+            }
         return {
             "engine": self.engine.name,
             "goal": self.goal._asdict(),
             "window": {"sink": shape.sink, "recent": shape.recent, "whole": shape.whole},
+            "prompt": trial.prompt,
             "bytes_per_token_whole": full,
-            "plan": chosen,
-            "heads": heads,
-            "flags": flags,
-            "pareto": rows,
+            **of_chosen,
+            "pareto": [*rows.values()],
             "alone": alone,
             "p_alike": found.p_alike,
             "can_choose": found.can_choose,

@@ -98,6 +98,16 @@ class CachePlan:
                 )
         return CachePlan(tuple(caches.values()))
 
+    def keeps_part_of(self, other: "CachePlan", shape: CacheShape) -> bool:
+        """Whether each KV head keeps what it does in another plan, or a part of that."""
+
+        def is_part(mine: HeadCache, its: HeadCache) -> bool:
+            formats = ((mine.keys, its.keys), (mine.values, its.values))
+            are_smaller = all(_smaller(a, b, shape.d_head) == a for a, b in formats)
+            return are_smaller and mine.window >= its.window
+
+        return all(map(is_part, self.caches, other.caches))
+
     def bytes_per_token(self, shape: CacheShape) -> float:
         """Bytes of the whole cache for each token of a sequence of `n_ctx` tokens."""
         heads = zip(shape.kv_heads, self.caches, strict=True)

@@ -109,11 +109,23 @@ class Search:
         self.goal, self.tell = goal, tell
         self.sequences = len(trial.pieces["chooses"].tokens)
         self.choices = engine.choices(shape)
-        self.uniform = engine.uniform(shape)
         self.full_bytes = CachePlan.untouched(shape).bytes_per_token(shape)
+        self.uniform = self._uniform_plans()
         self.few = self.sequences
         if len(self.choices) > MANY:
             self.few = max(2, -(-self.sequences // FEW))
+
+    def _uniform_plans(self) -> list[CachePlan]:
+        """The plans that treat all heads alike, but those that only take more from one that is
+        small enough.
+        """
+        plans = self.engine.uniform(self.shape)
+        small = [plan for plan in plans if self._is_small(plan.bytes_per_token(self.shape))]
+        return [
+            plan
+            for plan in plans
+            if not any(plan != each and plan.keeps_part_of(each, self.shape) for each in small)
+        ]
 
     @property
     def _needle_weight(self) -> float:
@@ -177,16 +189,16 @@ class Search:
         least = LEAST_RECALL * float(self.trial.measure("chooses", "none").recall.mean())
         return not self.goal.recall or point.recall >= least
 
-    def _is_small(self, point: Point) -> bool:
+    def _is_small(self, bytes_per_token: float) -> bool:
         share = self.goal.share
-        return share is not None and point.bytes_per_token <= share * self.full_bytes
+        return share is not None and bytes_per_token <= share * self.full_bytes
 
     def _best(self, tried: Sequence[Point]) -> Point | None:
         """The least costly of those that are small enough; or the smallest that is allowed."""
         allowed = [point for point in tried if self._is_allowed(point)]
         if self.goal.share is None:
             return min(allowed, key=lambda point: (point.bytes_per_token, point.cost), default=None)
-        small = [point for point in tried if self._is_small(point)]
+        small = [point for point in tried if self._is_small(point.bytes_per_token)]
         if self.goal.loss is not None:
             small = [point for point in small if self._is_allowed(point)]
         # What keeps needles comes before what does not.
@@ -206,11 +218,16 @@ class Search:
         if self.goal.loss is not None:
             most = self.goal.loss
         else:
-            most = min((point.cost for point in uniform if self._is_small(point)), default=0.0)
+            most = min(
+                (point.cost for point in uniform if self._is_small(point.bytes_per_token)),
+                default=0.0,
+            )
         cheap = [
             point
             for point in uniform
-            if point.cost <= FREE * most and self._is_allowed(point) and not self._is_small(point)
+            if point.cost <= FREE * most
+            and self._is_allowed(point)
+            and not self._is_small(point.bytes_per_token)
         ]
         return min(cheap, key=lambda point: point.bytes_per_token, default=uniform[0])
 
@@ -276,7 +293,7 @@ class Search:
         costs, current, tried, failures = dict(alone), start, list[Point](), 0
         most = max(1, -(-len(alone) // ROUNDS))
         size = most
-        while failures < MOST_FAILURES and not self._is_small(current):
+        while failures < MOST_FAILURES and not self._is_small(current.bytes_per_token):
             queue = [each for each in self._open_choices(current.plan) if each in costs]
             queue.sort(key=lambda choice: self._price(current.plan, choice, costs))
             next_ones = queue[: 2 * size]

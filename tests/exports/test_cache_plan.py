@@ -17,7 +17,7 @@ from headcount.exports.cache_plan.plans import CachePlan, CacheShape, Choice, He
 from headcount.exports.cache_plan.search import not_undercut, p_alike, window_costs
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.workers.cache_trial import CacheTrial, Pieces
-from headcount.workers.head_gates import Round
+from headcount.workers.head_gates import Predictions, Round
 from headcount.workers.inputs.families.needles import VALUES
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.description import find_model
@@ -75,6 +75,17 @@ def test_a_format_never_takes_the_place_of_a_smaller_one():
     plan = CachePlan.untouched(SHAPE).with_choices(SHAPE, [narrow, wide])
     assert {cache.keys for cache in plan.caches} == {"affine4"}
     assert plan == CachePlan.untouched(SHAPE).with_choices(SHAPE, [wide, narrow])
+
+
+def test_what_keeps_a_part_of_another_plan():
+    def of(*caches: HeadCache) -> CachePlan:
+        return CachePlan(caches)
+
+    wide, narrow, cut = HeadCache(keys="affine8"), HeadCache(keys="affine4"), HeadCache(window=True)
+    assert of(narrow, cut).keeps_part_of(of(wide, HeadCache()), SHAPE)
+    assert of(narrow, cut).keeps_part_of(of(narrow, cut), SHAPE)
+    assert not of(wide, cut).keeps_part_of(of(narrow, cut), SHAPE)
+    assert not of(narrow, HeadCache()).keeps_part_of(of(wide, cut), SHAPE)
 
 
 def told(engine: str, *choices: Choice) -> str:
@@ -149,15 +160,28 @@ def test_the_pattern_of_duo_splits_where_its_reader_does():
     assert keeps.tolist() == (scores == 1).tolist()
 
 
+def test_divergences_of_many_tokens_are_exact_to_float32():
+    rng = np.random.default_rng(0)
+    # Logits about 20, as models have them, of as many tokens as Gemma knows.
+    before = 20 + 3 * rng.normal(size=(3, 2**18))
+    after = before + [[0.0], [0.01], [0.1]] * rng.normal(size=before.shape)
+    logprobs = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (before, after)]
+    expected = (np.exp(logprobs[0]) * (logprobs[0] - logprobs[1])).sum(-1)
+    whole, other = (torch.from_numpy(x).float() for x in (before, after))
+    divergences = Predictions.of(whole).divergences(other)
+    np.testing.assert_allclose(divergences, expected, atol=5e-6)
+
+
 # With a model
 
 
 def test_sequences_ask_for_words_and_for_numbers():
     trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=4)
+    pieces = trial.pieces["chooses"]
     # A tokenizer of bytes, with BOS first.
     answers = [
         bytes(row[where].tolist()).decode().strip()
-        for row, where in zip(*trial.pieces["chooses"][0:3:2], strict=True)
+        for row, where in zip(pieces.tokens, pieces.is_answer, strict=True)
     ]
     assert all(answer in VALUES for answer in answers[0::2])
     assert all(len(answer) == 5 and answer.isdigit() for answer in answers[1::2])
@@ -332,7 +356,7 @@ def test_transformers_loses_what_windows_cost():
     moved = (before.exp() * (before - after)).sum(-1).numpy()  # [sequence pos]
     measured = trial.measure("chooses", text)
     for is_in, found in (
-        (trial._is_compared & ~pieces.is_answer, measured.text_moved),
+        (trial._asked("chooses") & ~pieces.is_answer, measured.text_moved),
         (pieces.is_answer, measured.needle_moved),
     ):
         # A token is predicted at the position before it.

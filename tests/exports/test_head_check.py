@@ -27,15 +27,27 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy.save_model(tmp_path_factory.mktemp("check") / "llama", config)
 
 
-def test_the_table_says_what_an_independent_model_says(llama: Path):
-    trial = HeadTrial(str(llama), SINK, RECENT, sequences=3)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(("LlamaConfig", {}), id="llama"),
+        # A cap changes losses, and not which token is first.
+        pytest.param(("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 3.0}), id="cap"),
+    ],
+)
+def test_the_table_says_what_an_independent_model_says(
+    config: tuple[str, dict[str, object]], tmp_path: Path
+):
+    name, options = config
+    path = toy.save_model(tmp_path / "model", toy.family(name, **toy.GQA, **options))
+    trial = HeadTrial(str(path), SINK, RECENT, sequences=3)
     table = trial.table([(1, 0)], random_seeds=(0,), seed=4).to_pylist()
-    weights = read_weights(llama)
+    weights = read_weights(path)
     scans = (
         toy.toy_scan(n_ctx=toy.N_CTX, sequences=3, seed=4, input={"family": family})
         for family in ("needle", "repeated_random")
     )
-    needles, repeats = (Sequences(scan, describe(llama)).shard(0) for scan in scans)
+    needles, repeats = (Sequences(scan, describe(path)).shard(0) for scan in scans)
     # 39 tokens besides the first are a block of 20 and the first 19 of its copy.
     np.testing.assert_array_equal(repeats.tokens[:, 1:20], repeats.tokens[:, 21:40])
 

@@ -421,10 +421,15 @@ class Model:
 
     # Running
 
-    def run_bare(self, tokens: Tensor, attend: Attend) -> None:
-        """One forward pass of the bare modules, with `attend` as their attention."""
+    def run_bare(self, tokens: Tensor, attend: Attend, first: int = 0) -> None:
+        """One forward pass of the bare modules, with `attend` as their attention. The tokens stand
+        from position `first` on.
+        """
         # Hugging Face would keep all keys and values for a next token, which is never asked for.
-        options = {"use_cache": False} if self.info.is_of_transformers else {}
+        options: dict[str, object] = {"use_cache": False} if self.info.is_of_transformers else {}
+        if first:
+            positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+            options["position_ids"] = positions[None]
         with attending(self.bare, attend):
             self.bare(tokens, **options)
 

@@ -1,0 +1,114 @@
+"""Models that read on behind prompts: against one pass, and against transformers."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from headcount.workers.cache_trial import CacheTrial
+from headcount.workers.loading import load_model
+from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.model import Model
+from headcount.workers.read_prompts import ReadPrompts, final_stream, whole_attention
+from tests.toys import toy_models as toy
+
+TOKENS = np.random.default_rng(0).integers(2, toy.D_VOCAB, (3, 31))
+
+
+def saved(config: Any, folder: Path) -> Model:
+    return load_model(describe(toy.save_model(folder / "model", config)), "raw", "cpu")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2", "opt", "neox", "granite", "llama-gqa", "mistral-window-20", "mistral-window-6",
+        "gemma2-low-caps", "gpt-oss", "bloom",
+    ],
+)  # fmt: skip
+def test_reading_on_is_one_pass(name: str, tmp_path: Path):
+    """Windows are longer than what is read behind the prompt, or shorter."""
+    model = saved(toy.CONFIGS[name](), tmp_path)
+    prompts = ReadPrompts(model, TOKENS, 19)
+    assert prompts.is_exact
+    with torch.no_grad():
+        behind = prompts.read_on(slice(1, 3), whole_attention)
+        whole = final_stream(model, torch.from_numpy(TOKENS[1:]), whole_attention)
+    torch.testing.assert_close(behind, whole[:, 19:], atol=1e-5, rtol=1e-4)
+
+
+def test_a_state_beside_keys_and_values_is_noticed(tmp_path: Path):
+    types = ["conv", "full_attention"]
+    model = saved(toy.family("Lfm2Config", layer_types=types, **toy.GQA), tmp_path)
+    assert not ReadPrompts(model, TOKENS, 19).is_exact
+
+
+class RoundingCache(DynamicCache):
+    """A cache whose keys and values of some heads are rounded whenever they are read, once a
+    prompt has been.
+    """
+
+    rounds = False
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any):
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.rounds and layer_idx == 2:
+            return to_levels(keys, 4), to_levels(values, 2)
+        return keys, values
+
+
+def to_levels(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """From the fifth position on, the nearest of 2^bits levels between the ends of each row."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    changed = x.clone()
+    changed[:, :, 4:] = (((x - low) / step).round() * step + low)[:, :, 4:]
+    return changed
+
+
+@pytest.mark.long
+def test_transformers_says_the_same_behind_a_prompt():
+    """With a cache that rounds, and masks of every head in float64: nothing of ours."""
+    windows = ((0, 2), (1, 0), (3, 1))
+    trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=3, reads_prompts=True)
+    prompt = trial.prompt
+    assert 64 < prompt < 192
+    plan = "stream_groups(4,24,4,x4102)+store_keys(affine4,4,4,x00f)+store_values(affine2,4,4,x00f)"
+    behind = torch.arange(prompt, 256)[:, None] - torch.arange(256)
+    between = (behind >= 24) & (torch.arange(256) >= 4)
+
+    def with_mask(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        streams = torch.tensor([(layer, head // 2) in windows for head in range(8)])
+        unseen = (behind < 0) | (between & streams[:, None, None])
+        mask = torch.zeros(unseen.shape, dtype=torch.float64).masked_fill(unseen, -1e30)
+        return args, kwargs | {"attention_mask": mask[None]}
+
+    model = AutoModelForCausalLM.from_pretrained(
+        find_model("bundled:llama-mini"), attn_implementation="eager"
+    ).double()
+    pieces = trial.pieces["chooses"]
+    tokens = torch.from_numpy(pieces.tokens)
+    cache = RoundingCache()
+    with torch.no_grad():
+        before = model(tokens, use_cache=False).logits[:, prompt:].log_softmax(-1)
+        model(tokens[:, :prompt], past_key_values=cache)
+        cache.rounds = True
+        for layer, block in enumerate(model.model.layers):
+            block.self_attn.register_forward_pre_hook(partial(with_mask, layer), with_kwargs=True)
+        positions = torch.arange(prompt, 256)[None]
+        after = model(tokens[:, prompt:], past_key_values=cache, position_ids=positions).logits
+    after = after.log_softmax(-1)
+    moved = (before.exp() * (before - after)).sum(-1).numpy()  # [sequence pos]
+    measured = trial.measure("chooses", plan)
+    for is_in, found in (
+        (trial._asked("chooses") & ~pieces.is_answer, measured.text_moved),
+        (pieces.is_answer, measured.needle_moved),
+    ):
+        # A token is predicted at the position before it.
+        means = [moved[row, :-1][where[prompt + 1 :]].mean() for row, where in enumerate(is_in)]
+        np.testing.assert_allclose(found, means, atol=1e-5)
+        assert found.min() > 1e-3
