@@ -228,6 +228,20 @@ class Reader:
         return float(said == prompt.answer)
 
 
+def runnable(reader: Reader, presses: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
+    """The presses that kvpress can run on this model, of which not all know layers with rotations
+    of their own.
+    """
+    able: dict[str, Any] = {}
+    for name, press in presses.items():
+        try:
+            reader.cache_of(prompt.cached, press)
+            able[name] = press
+        except AttributeError as error:
+            print(f"{name}: kvpress cannot run it on this model ({error})", flush=True)
+    return able
+
+
 Results = dict[str, list[tuple[int, float]]]
 """Of each cache: the number of a prompt, and what the model makes of it."""
 
@@ -271,6 +285,7 @@ def main(path: Path, files: Sequence[Path], text_files: Sequence[str]) -> None:
             "SnapKV": SnapKVPress(1 - share),
             "ExpectedAttention": ExpectedAttentionPress(1 - share),
         }
+        presses = runnable(reader, presses, texts[0])
         losses = results(reader, texts, plans, presses, reader.loss)
         found = results(reader, passkeys, plans, presses, reader.finds)
         print(
