@@ -229,17 +229,17 @@ def test_a_model_stays_loaded_until_another_is_asked(home: Path, tmp_path: Path)
 def test_while_a_model_is_loaded_others_are_answered_and_the_deadline_holds(ask: Asker) -> None:
     may_load = threading.Event()
     ask.engine.model_thread.submit(may_load.wait)
-    ask.engine.deadline = 0.3
 
     async def both() -> None:
         waiting = asyncio.create_task(ask.ask("attention", sequence=0, head=HEAD))
         assert (await ask.ask("heatmap", statistic="sink_mass"))["arrays"]
         assert not waiting.done()
+        ask.engine.deadline = 0.3
         with one_line(QueryError, r"stopped after 0\.3 s"):
-            await waiting
-        may_load.set()
+            await ask.ask("attention", sequence=1, head=HEAD)
         ask.engine.deadline = 20
-        assert len((await ask.ask("attention", sequence=0, head=HEAD))["arrays"]) == 3
+        may_load.set()
+        assert len((await waiting)["arrays"]) == 3
 
     asyncio.run(both())
     with one_line(QueryError, "has no tokens of sequence 99"):
