@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from math import sqrt
 
-import torch
+import numpy as np
 from rich.console import Console
-from torch import Tensor
 
 from headcount.jobs.bars import bar
 from headcount.jobs.commands.model_report import listed_layers
@@ -34,6 +33,7 @@ from headcount.workers.diff.steps import windows_of
 from headcount.workers.diff.texts import (
     OF_TEXTS,
     SEQUENCES,
+    cut_to,
     inputs_of,
     sequence_length,
     tokenizer_causes,
@@ -77,7 +77,7 @@ class Difference:
             if self.source is not None:
                 n_ctx = min(info.n_ctx for info in self.infos)
                 name = f"sequences of {self.source.run_id}"
-                self.inputs = {name: stored_tokens(self.source)[:, :n_ctx]}
+                self.inputs = {name: cut_to(stored_tokens(self.source), n_ctx)}
             self.n_ctx = next(iter(self.inputs.values())).shape[1]
             windows = filter(None, (*windows_of(ours), *windows_of(theirs)))
             self.longest_window = max(windows, default=0)
@@ -113,7 +113,7 @@ class Difference:
             "causes": [asdict(cause) | {"layers": layers} for cause, layers in self.causes.items()],
             "faults": [asdict(fault) for fault in comparison.faults],
             "tokenizers": self.tokenizers,
-            "losses": {name: _change(both) for name, both in losses},
+            "losses": {name: _change(both.numpy()) for name, both in losses},
             "heads": self._heads(),
             "n_ctx": self.n_ctx,
             "sequences": {name: len(tokens) for name, tokens in self.inputs.items()},
@@ -136,7 +136,7 @@ class Difference:
         yield from self._lines_on_causes()
         is_same = comparison.verdict == "same"
         for name, both in comparison.losses.items():
-            loss = _change(both)
+            loss = _change(both.numpy())
             words = "changes by {change:+.2g} ± {standard_error:.1g}".format(**loss)
             words = "is the same" if is_same else words
             yield "does", f"the loss on {name}, {loss['a']:.4f}, {words}"
@@ -198,11 +198,11 @@ class Difference:
         if not changes:
             return []
         heads = [(layer, head) for layer in changes for head in range(changes[layer].shape[1])]
-        by_head = torch.cat([changes[layer].T for layer in changes])  # [head sequence]
+        by_head = np.concatenate([changes[layer].T.numpy() for layer in changes])  # [head sequence]
         n_sequences = by_head.shape[1]
-        means, errors = by_head.mean(1), by_head.std(1) / sqrt(n_sequences)
+        means, errors = by_head.mean(1), by_head.std(1, ddof=1) / sqrt(n_sequences)
         noise = self.comparison.noise.limit(Place(None, OWN_Z))
-        q = q_of(p_above(means.numpy(), errors.numpy(), n_sequences - 1, noise))
+        q = q_of(p_above(means, errors, n_sequences - 1, noise))
         numbers = zip(heads, means.tolist(), errors.tolist(), q.tolist(), strict=True)
         records = [
             {"layer": layer, "head": head, "change": mean, "standard_error": error, "q": of_all}
@@ -212,7 +212,7 @@ class Difference:
         return sorted(records, key=lambda record: -record["change"])[:MOST_HEADS]
 
 
-def stored_tokens(run: RunDirectory) -> Tensor:
+def stored_tokens(run: RunDirectory) -> np.ndarray:
     """The tokens of the first sequences of a run, `[sequence pos]`."""
     rows = open_runs(run.path).rows(
         "SELECT tokens FROM sequences WHERE intervention = 'none' "
@@ -220,7 +220,7 @@ def stored_tokens(run: RunDirectory) -> Tensor:
     )
     if not rows:
         raise QueryError(f"{run.path}: has no sequences under the intervention none")
-    return torch.tensor([tokens for (tokens,) in rows])
+    return np.array([tokens for (tokens,) in rows])
 
 
 def _run_at(name: str) -> RunDirectory | None:
@@ -259,13 +259,13 @@ def _in_words(fault: Fault) -> str:
     return f"{words}: by {fault.size:.2g} of its size, noise is below {fault.limit:.1g}"
 
 
-def _change(losses: Tensor) -> dict[str, float]:
-    """Mean losses by A and B, the change and its standard error over sequences."""
+def _change(losses: np.ndarray) -> dict[str, float]:
+    """Mean losses `[side sequence]` by A and B, the change, and its error over sequences."""
     ours, theirs = losses
     change = theirs - ours
     return {
         "a": float(ours.mean()),
         "b": float(theirs.mean()),
         "change": float(change.mean()),
-        "standard_error": float(change.std() / sqrt(len(change))),
+        "standard_error": float(change.std(ddof=1) / sqrt(len(change))),
     }

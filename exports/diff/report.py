@@ -26,7 +26,7 @@ from headcount.queries.report.report import write_report
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import absolute
-from headcount.workers.diff.texts import TEXTS, default_scan, has_tokenizer, sample_texts
+from headcount.workers.diff.texts import TEXTS, cut_to, default_scan, has_tokenizer, sample_texts
 from headcount.workers.run_model import RunModels
 
 WEIGHTS = ("adapter", "unused_weights")
@@ -73,7 +73,7 @@ def write_difference(difference: Difference, output: Path, console: Console) -> 
 def _run_of(difference: Difference, side: int, name: str, folder: Path) -> RunDirectory:
     """The run of a side on an input, which is measured if it is not there."""
     own, source, tokens = difference.runs[side], difference.source, difference.inputs[name]
-    if own is not None and stored_tokens(own)[:, : tokens.shape[1]].equal(tokens):
+    if own is not None and cut_to(stored_tokens(own), tokens.shape[1]).equal(tokens):
         return own
     fields = source.manifest().scan_fields() if source else _default_scan(difference, name, folder)
     fields = {key: value for key, value in fields.items() if key not in OF_A_MODEL}

@@ -147,7 +147,7 @@ ONLY_IN = {
     ),
     "tokenizers": ("workers/model/", "workers/bridge/", "models/"),
     "torch": (
-        "workers/", "models/", "exports/diff/difference.py", "jobs/commands/doctor.py",
+        "workers/", "models/", "jobs/commands/doctor.py",
         "jobs/commands/model_report.py",
         "schemas/pattern.py",  # For its types alone.
     ),

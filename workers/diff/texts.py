@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,6 +67,11 @@ def inputs_of(info: ModelInfo, n_ctx: int) -> dict[str, Tensor]:
         inputs[TEXTS] = torch.tensor(texts)
     repeats = Sequences(parse_scan(default_scan(info, n_ctx)), info).shard(0).tokens
     return inputs | {"repeats": torch.from_numpy(repeats).long()}
+
+
+def cut_to(tokens: np.ndarray, n_ctx: int) -> Tensor:
+    """The first tokens of sequences, `[sequence pos]`."""
+    return torch.from_numpy(tokens[:, :n_ctx]).long()
 
 
 def sample_texts(info: ModelInfo, n_ctx: int) -> list[str]:

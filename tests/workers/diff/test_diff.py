@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -276,7 +277,7 @@ def test_a_page_shows_both_sides_on_the_sequences_that_were_compared(tmp_path: P
     n_ctx = stored_tokens(runs["a-texts"]).shape[1]
     for name, tokens in inputs_of(describe(whole), n_ctx).items():
         for side in "ab":
-            assert stored_tokens(runs[f"{side}-{name}"]).equal(tokens)
+            np.testing.assert_array_equal(stored_tokens(runs[f"{side}-{name}"]), tokens)
     text = page.read_text(encoding="utf-8")
     for word in ("verdict", "begins", "looks like"):
         (line,) = said(end, word)
@@ -338,7 +339,7 @@ def test_a_run_stands_for_its_model_and_has_the_input(llama: Path, tmp_path: Pat
     end = diff(llama, a.path, "--report", page)
     assert (end.code, said(end, "verdict")[0][:5]) == (0, "same:")
     (measured,) = runs_beside(page).values()
-    assert stored_tokens(measured).equal(stored_tokens(a))
+    np.testing.assert_array_equal(stored_tokens(measured), stored_tokens(a))
     shutil.rmtree(faulty)
     assert "; instead of the run name its model, where it lies now" in error_of(
         "diff", a.path, b.path
