@@ -268,11 +268,12 @@ class CacheTrial:
         bound.check(self.info, self.n_ctx)
         attend = changed_attention(bound.changes(model))
         size = max(1, MOST_TOKENS // (self.n_ctx - prompts.length))
+        asked = self._asked(half)
         for start in range(rows.start, rows.stop, size):
             batch = slice(start, min(start + size, rows.stop))
             stream = prompts.read_on(batch, attend)
             # A token is predicted at the position before it.
-            is_asked = self._asked(half)[batch, prompts.length + 1 :]
+            is_asked = asked[batch, prompts.length + 1 :]
             targets = torch.from_numpy(prompts.tokens[batch, prompts.length + 1 :][is_asked])
             streams = stream[:, :-1][torch.from_numpy(is_asked).to(stream.device)]
             chunks = (row_chunks(model, x) for x in (streams, targets.to(stream.device)))

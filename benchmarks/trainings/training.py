@@ -100,20 +100,17 @@ def make_model(architecture: str, seed: int, large_heads: bool) -> Any:  # noqa:
             vocab_size=D_VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **special,
         )  # fmt: skip
         model = GPT2LMHeadModel(config)
-    elif architecture == "gpt_neox":
-        config = GPTNeoXConfig(
+    elif architecture in ("gpt_neox", "phi"):
+        make_config, make = {
+            "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+            "phi": (PhiConfig, PhiForCausalLM),
+        }[architecture]
+        config = make_config(
             num_hidden_layers=N_LAYERS, num_attention_heads=n_heads, hidden_size=n_heads * d_head,
             intermediate_size=4 * n_heads * d_head, max_position_embeddings=N_CTX,
             vocab_size=D_VOCAB, **special,
         )  # fmt: skip
-        model = GPTNeoXForCausalLM(config)
-    elif architecture == "phi":
-        config = PhiConfig(
-            num_hidden_layers=N_LAYERS, num_attention_heads=n_heads, hidden_size=n_heads * d_head,
-            intermediate_size=4 * n_heads * d_head, max_position_embeddings=N_CTX,
-            vocab_size=D_VOCAB, **special,
-        )  # fmt: skip
-        model = PhiForCausalLM(config)
+        model = make(config)
     else:
         kinds = {
             "llama": (LlamaConfig, LlamaForCausalLM),

@@ -109,6 +109,11 @@ class History:
         """Its mean over the heads of each layer, `[step layer 1]`."""
         return np.nanmean(self.of(statistic), axis=2, keepdims=True)
 
+    def fact(self, name: str) -> np.ndarray:
+        """A number of the whole model or batch at all steps, `[step 1 1]`; NaN where unknown."""
+        numbers = [getattr(each.facts, name) for each in self.measured]
+        return np.array(numbers, float)[:, None, None]
+
     @property
     def n_layers(self) -> int:
         """The layers of the model."""

@@ -225,7 +225,7 @@ def data_change(history: History) -> np.ndarray:
     |r - m| / max(s, 0.02), r = share of a batch's tokens that were in their sequence before, m and
     s its mean and standard deviation at earlier steps, of which there must be at least 5.
     """
-    repeated = np.array([each.facts.repeated for each in history.measured], float)
+    repeated = history.fact("repeated").ravel()
     readings = np.full((len(repeated), 1, 1), np.nan)
     for place, share in enumerate(repeated):
         earlier = repeated[:place][~np.isnan(repeated[:place])]
@@ -266,8 +266,7 @@ def shifted_labels(history: History) -> np.ndarray:
 
     Share of a batch's labels that are the next token, and not their own.
     """
-    shares = [each.facts.shifted for each in history.measured]
-    return np.array(shares, float)[:, None, None]
+    return history.fact("shifted")
 
 
 @rule(
@@ -282,8 +281,7 @@ def future_leak(history: History) -> np.ndarray:
 
     ‖logits - logits'‖ / ‖logits‖ in the first half of a sequence, where the second one changed.
     """
-    leaks = [each.facts.ahead for each in history.measured]
-    return np.array(leaks, float)[:, None, None]
+    return history.fact("ahead")
 
 
 @rule(
@@ -318,8 +316,7 @@ def document_leak(history: History) -> np.ndarray:
 
     ‖logits - logits'‖ / ‖logits‖ in the second document, where the first one's tokens changed.
     """
-    leaks = [each.facts.leak for each in history.measured]
-    return np.array(leaks, float)[:, None, None]
+    return history.fact("leak")
 
 
 @rule(
@@ -332,8 +329,7 @@ def tied_head(history: History) -> np.ndarray:
 
     ‖W_E - W_U‖ / ‖W_E‖.
     """
-    distances = [each.facts.untied for each in history.measured]
-    return np.array(distances, float)[:, None, None]
+    return history.fact("untied")
 
 
 @rule(
