@@ -24,7 +24,7 @@ from benchmarks.measured_on import machine
 from benchmarks.page import Json, draw, page, table, write_again
 from benchmarks.targets import CellMeasurements, Results, targets
 from benchmarks.ways import WAYS, Way, compiled, draw_tokens
-from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
+from headcount.schemas.scans.scan import FASTEST_ACCEPTABLE
 from headcount.workers.process import prepare_process
 
 HERE = Path(__file__).parent

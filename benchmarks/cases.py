@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.ways import make_gpt2_small, make_llama
-from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
+from headcount.schemas.scans.scan import FASTEST_ACCEPTABLE
 
 CASES = {
     "cpu": ("speed", "grouped", "effects", "training", "tensors", "batch", "n_ctx"),

@@ -9,7 +9,7 @@ from statistics import linear_regression, median
 from benchmarks.cases import SHOWN, Cell, Shape, Sizes, product_cell
 from benchmarks.ways import bare_format
 from headcount import MeasureCallback
-from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
+from headcount.schemas.scans.scan import FASTEST_ACCEPTABLE
 
 PEAK_FLOPS = 790e12
 """Operations per second that an H200 was seen to do in half-precision products."""

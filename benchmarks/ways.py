@@ -28,7 +28,7 @@ from headcount import attention_statistics as statistics_of_tensors
 from headcount import watch
 from headcount.schemas.formulas import evaluate
 from headcount.schemas.measured_heads import find_heads
-from headcount.schemas.scans.precision import PRECISIONS
+from headcount.schemas.scans.scan import PRECISIONS
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.bridge.bridge import bridge_of
 from headcount.workers.engine.dense_pattern import DensePattern

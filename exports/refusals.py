@@ -15,7 +15,7 @@ from headcount.schemas.scans.scan import Scan
 from headcount.schemas.scans.scan_file import parse_scan
 
 if TYPE_CHECKING:
-    from headcount.workers.model.info.model_info import ModelInfo
+    from headcount.workers.model.model_info import ModelInfo
 
 
 def check_libraries(export: ExportFormat) -> None:

@@ -32,7 +32,7 @@ from headcount.schemas.errors import ScanError, unknown
 from headcount.schemas.files.input_files import read_input
 from headcount.schemas.reasons import reason
 from headcount.schemas.values import shortened
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 REPLICATIONS = Path(__file__).parent / "replications"
 
@@ -80,7 +80,7 @@ def _known_sizes(sizes: dict[str, int | str]) -> dict[str, int | str]:
 
 
 Sizes = Annotated[dict[str, int | str], AfterValidator(_known_sizes)]
-"""What a model must have, by field of its description (`workers.model.info.model_info`)."""
+"""What a model must have, by field of its description (`workers.model.model_info`)."""
 
 Reasons = str | dict[str, str]
 """One line why, for all names or by name. A name that ends in `*` stands for all that begin so."""

@@ -30,8 +30,8 @@ from headcount.schemas.scans.scan import Scan
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.info.description import find_model
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
+from headcount.workers.model.model_info import ModelInfo
 
 REPLICATION_FIELDS = ("bundled", "checkpoints", "sizes", "token_text")
 """What a replication says of a scan beside the fields of a scan."""

@@ -23,7 +23,7 @@ from headcount.schemas.errors import HeadcountError
 from headcount.schemas.places import place
 from headcount.schemas.reasons import reason
 from headcount.workers.known_models import KnownModels
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, SupportsFloat
 from headcount.queries.ask.asking import Row, RunDatabase
 from headcount.reproduce.replication import Check, Claim, Replication
 from headcount.schemas.errors import QueryError, RunError
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 Verdict = Literal["pass", "fail", "record", "not comparable", "skipped"]
 

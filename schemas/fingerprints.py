@@ -17,7 +17,8 @@ from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, ModuleType, UnionType
 from typing import Annotated, Any, ForwardRef, NamedTuple, TypeVar, cast, get_args, get_origin
 
-from headcount.schemas.packages import MEASURING, PACKAGE, PLUGIN_MODULES
+from headcount.schemas.packages import MEASURING, PACKAGE
+from headcount.schemas.registry import PLUGIN_MODULES
 
 OURS = tuple(f"headcount.{package}." for package in MEASURING)
 """How the names of our modules begin whose code decides numbers."""

@@ -8,17 +8,26 @@ Scans, plans, shards and docs walk over this list. So a new kind is one entry he
 # pyright: basic
 
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 
 import pyarrow as pa
 
 from headcount.schemas.filled_tables import carried_columns, columns_of
-from headcount.schemas.formula_kinds import CURVES
+from headcount.schemas.formula_kinds import (
+    CURVES,
+    PREDICTIONS,
+    PROFILES,
+    STATISTICS,
+    WEIGHT_STATISTICS,
+)
 from headcount.schemas.formulas import Formula, Kind
-from headcount.schemas.predictions import PREDICTIONS
-from headcount.schemas.profiles import PROFILES
-from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import Table
-from headcount.schemas.weight_statistics import WEIGHT_STATISTICS
+
+CATALOGUES = ("statistics", "predictions", "profiles", "weight_statistics")
+"""Where the formulas stand. Whoever reads how a scan goes need not read them."""
+
+for catalogue in CATALOGUES:
+    import_module(f"headcount.schemas.{catalogue}")
 
 # A curve is a profile that is stored for every sequence.
 CURVES.update(PROFILES)

@@ -12,6 +12,3 @@ PACKAGE = Path(__file__).parent.parent
 """The installed package `headcount`. In a clone it has a link to the folder of each package."""
 
 MEASURING = ("schemas", "workers")  # those that decide what a row says
-
-PLUGIN_MODULES = "headcount.schemas.plugins."
-"""How the names of modules begin that are made of plug-ins; a digest and the file's name follow."""

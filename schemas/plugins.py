@@ -25,8 +25,7 @@ from headcount.schemas.errors import ScanError
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.formula_kinds import CURVES, PROFILES
 from headcount.schemas.kinds import KINDS
-from headcount.schemas.packages import PLUGIN_MODULES
-from headcount.schemas.registry import WAITING, Entry, Registry, in_words
+from headcount.schemas.registry import PLUGIN_MODULES, WAITING, Entry, Registry, in_words
 from headcount.schemas.tables import PARTITION_NAMES, carried_name, uniform_column
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,59}")

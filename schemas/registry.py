@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pydantic import BaseModel, ValidationError, create_model
 
 from headcount.schemas.errors import HeadcountError, ScanError, unknown
-from headcount.schemas.packages import PLUGIN_MODULES
 from headcount.schemas.values import OPTIONS, by_key, in_toml, range_of, wrong_value
 
 Argument: TypeAlias = int | float | str  # a number, or a name
@@ -32,6 +31,9 @@ ITEM = re.compile(r"^\* `(\w+)`: (.+(?:\n  .+)*)\n?", re.MULTILINE)
 """What an item of a docstring says of an option."""
 
 WAITING = "__headcount__"  # name in the module of a plug-in under which its entries wait
+
+PLUGIN_MODULES = "headcount.schemas.plugins."
+"""How the names of modules begin that are made of plug-ins; a digest and the file's name follow."""
 
 WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")

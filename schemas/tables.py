@@ -354,3 +354,26 @@ SAMPLES = Table(
     written="when shards are merged",
     row_group=4096,
 )
+
+
+def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
+    """A table with the columns of `schema`.
+
+    NaN becomes NULL. A column without values is all NULL. A matrix becomes a column of lists.
+    """
+    rows = len(next(iter(columns.values())))
+    arrays: list[pa.Array] = []
+    for field in schema:
+        values = columns.get(field.name)
+        if values is None:
+            arrays.append(pa.nulls(rows, field.type))
+            continue
+        is_matrix = isinstance(values, np.ndarray) and values.ndim > 1
+        # from_pandas is what makes NaN a NULL.
+        array = pa.array(values.ravel() if is_matrix else values, from_pandas=True)
+        if is_matrix:
+            # Every list has the length of a row, so the flat values need no copying into lists.
+            offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+            array = pa.ListArray.from_arrays(offsets, array)
+        arrays.append(array if array.type == field.type else array.cast(field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)

@@ -24,8 +24,8 @@ from headcount.workers.loading import bridgeable, model_of
 from headcount.workers.model.adapters import adapters_of, merge_adapters
 from headcount.workers.model.attention_check import CHECK_TOKENS, drawn_tokens
 from headcount.workers.model.info.description import shape_of
-from headcount.workers.model.info.model_info import SHAPE, ModelInfo, text_config
 from headcount.workers.model.model import Model
+from headcount.workers.model.model_info import SHAPE, ModelInfo, text_config
 
 DEVICES = ("cpu", "cuda")  # kinds of devices that are measured on
 

@@ -7,8 +7,8 @@ import torch
 from headcount.workers.loading import load_model
 from headcount.workers.model.info.description import describe, find_model, find_tokenizer
 from headcount.workers.model.info.model_files import AdapterChoice
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
+from headcount.workers.model.model_info import ModelInfo
 
 MOST_LOADED = 2  # models in memory: the raw and the folded weights of one
 

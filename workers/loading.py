@@ -31,8 +31,8 @@ from headcount.workers.model.bare_modules import (
 )
 from headcount.workers.model.info.gguf_file import gguf_alone, gguf_config
 from headcount.workers.model.info.model_files import adapter_files, weight_files
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import LoadedModules, Model
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.model.pickles import check_pickles
 
 STORED_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")

@@ -26,7 +26,7 @@ from headcount.schemas.tables import with_partitions
 from headcount.workers.borrowed_model import BorrowedModel, borrow, unwrapped
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions import bind
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.replica import Replica
 from headcount.workers.shard import intervention_tables, measure_shard
 

@@ -37,9 +37,9 @@ from headcount.workers.interventions.settlement import (
 )
 from headcount.workers.measurements.batch import PendingBatch, Requested, collect, launch
 from headcount.workers.measurements.results import Measurements
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.layer_weights import READ_THROUGH_BRIDGE
 from headcount.workers.model.model import Model
+from headcount.workers.model.model_info import ModelInfo
 
 NO_MEMORY = ("allocate memory", "could not create a primitive")
 """What PyTorch and oneDNN say on a CPU if an allocation fails."""

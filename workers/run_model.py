@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from headcount.schemas.places import Place
     from headcount.workers.engine.engine import Activations
     from headcount.workers.model.info.model_files import AdapterChoice
-    from headcount.workers.model.info.model_info import ModelInfo
     from headcount.workers.model.info.text_tokenizer import TextTokenizer
+    from headcount.workers.model.model_info import ModelInfo
     from headcount.workers.replica import Replica
 
 

@@ -23,7 +23,7 @@ from headcount.schemas.errors import HeadcountError, RunError, WriteError
 from headcount.schemas.files.commit import Commit, DataFile, Failure
 from headcount.schemas.files.commits import delete, read_commit
 from headcount.schemas.files.digests import digest_of
-from headcount.schemas.files.parquet import parquet_bytes, table_of
+from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import RunDirectory, data_path, shard_file_name
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.kinds import KINDS, kinds_of, table_schema
@@ -31,7 +31,7 @@ from headcount.schemas.places import write_whole
 from headcount.schemas.plugins import line_of_error
 from headcount.schemas.reasons import reason, store_error
 from headcount.schemas.scans.scan import Scan
-from headcount.schemas.tables import SEQUENCES, Table, with_partitions
+from headcount.schemas.tables import SEQUENCES, Table, table_of, with_partitions
 from headcount.workers.first_write import write_new
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.measurements.results import Columns, Measurements, means_table, numbered

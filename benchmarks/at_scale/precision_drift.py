@@ -23,7 +23,7 @@ from transformers.models.granite_swa import GraniteSWAConfig
 from benchmarks.measured_on import machine, measured_now
 from benchmarks.page import Json, grid, hardware
 from headcount.jobs.corpus.preparation import HERE
-from headcount.schemas.scans.precision import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
+from headcount.schemas.scans.scan import ACCEPTABLE, FASTEST_ACCEPTABLE, PRECISIONS
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences

@@ -52,7 +52,7 @@ from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import uniform_column, with_partitions
 from headcount.workers.interventions.settlement import Settlement
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.provenance.machine import device_name, measuring_versions
 from headcount.workers.replica import InterventionMeasurements, Replica

@@ -37,7 +37,7 @@ from headcount.schemas import tables
 from headcount.schemas.files.commit import COMMITS, Commit
 from headcount.schemas.files.commits import write_segment
 from headcount.schemas.files.digests import digest_of
-from headcount.schemas.files.parquet import parquet_bytes, table_of
+from headcount.schemas.files.parquet import parquet_bytes
 from headcount.schemas.files.run_directory import data_path
 from headcount.schemas.histogram_bins import Axis
 from headcount.schemas.kinds import table_schema
@@ -224,7 +224,9 @@ def _merged_file(plan: Plan, seed: int) -> dict[str, pa.Buffer]:
     }
     with_baseline = [statistic.name for statistic in STANDARD if statistic.uniform_baseline]
     columns |= {tables.uniform_column(name): np.full(len(sequence), 0.01) for name in with_baseline}
-    sequences = table_of(columns, table_schema(tables.SEQUENCES, {STATISTICS.field: STANDARD}))
+    sequences = tables.table_of(
+        columns, table_schema(tables.SEQUENCES, {STATISTICS.field: STANDARD})
+    )
     heads = _head_rows(generator, sequence)
     is_sampled = heads["sequence"].to_numpy() % plan.manifest.sample_stride == 0
     rows_of = {
@@ -256,7 +258,7 @@ def _head_rows(generator: np.random.Generator, sequence: np.ndarray) -> pa.Table
         sign = np.where(centre < 0.5, -1, 1) if axis.low < 0 else 1
         values = values.clip(max=1) * axis.high if axis.is_linear else 10 * sign * values
         columns[name] = values.astype(np.float32)
-    return table_of(columns, table_schema(tables.HEADS, {STATISTICS.field: STANDARD}))
+    return tables.table_of(columns, table_schema(tables.HEADS, {STATISTICS.field: STANDARD}))
 
 
 def measure_queries(out: Path, files: int, rounds: int) -> None:

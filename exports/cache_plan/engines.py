@@ -22,7 +22,7 @@ import numpy as np
 from headcount.exports.cache_plan.plans import WHOLE, CachePlan, CacheShape, Choice, KVHead
 from headcount.exports.shared.registry import sparsity_of
 from headcount.workers.model.info.layer_types import layer_types_problem
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 Unit = Literal["KV head", "layer", "model"]
 

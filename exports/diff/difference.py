@@ -39,7 +39,7 @@ from headcount.workers.diff.texts import (
     tokenizer_causes,
 )
 from headcount.workers.known_models import KnownModels
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.run_model import RunModel
 
 ROUNDING = "rounding"

@@ -19,7 +19,7 @@ from headcount.schemas.measured_heads import Head, MeasuredHeads
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.interventions import bind
-from headcount.workers.model.info.model_info import NO_IDENTITY, ModelInfo
+from headcount.workers.model.model_info import NO_IDENTITY, ModelInfo
 
 if TYPE_CHECKING:
     from headcount.workers.known_models import KnownModels

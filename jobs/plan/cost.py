@@ -17,7 +17,7 @@ from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import ShardInput
 from headcount.workers.interventions.settlement import settle
 from headcount.workers.memory import available_cores, peak_memory
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica, resolve_device
 from headcount.workers.shard import intervention_tables
 

@@ -38,7 +38,7 @@ from headcount.schemas.scans.scan import CHANGES_NO_ROW, Scan
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.inputs.corpus.text_files import BUNDLED_PREFIX
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 REMEMBERED = tuple(field for field in CHANGES_NO_ROW if field != "out")
 """Fields that change no row; a manifest holds the values that were set last."""

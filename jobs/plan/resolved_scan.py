@@ -18,7 +18,7 @@ from headcount.workers.inputs import INPUTS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import BoundIntervention, bind, needs_partners
 from headcount.workers.model.info.description import described
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.provenance.providers import column_record, entry_record
 

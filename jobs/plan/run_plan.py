@@ -9,7 +9,7 @@ from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shar
 from headcount.schemas.places import write_whole
 from headcount.schemas.plugin_files import queries_of
 from headcount.schemas.scans.scan import Scan
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from headcount.schemas.files.commit import Failure
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.interventions.settlement import check_begun
 from headcount.workers.known_models import KnownModels
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import Replica, is_device_failure, resolve_device
 from headcount.workers.shard import committed_shard, failure_of, note_failure, run_shard

@@ -27,7 +27,7 @@ from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.interventions import needs_partners
 from headcount.workers.interventions.settlement import check_begun
 from headcount.workers.model.info.description import described
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.provenance.code_fingerprint import Code, check_code
 from headcount.workers.replica import Replica, is_device_failure

@@ -27,7 +27,7 @@ class Method(BaseModel):
     model_config = ConfigDict(frozen=True)
     intervention: str
     engine: str  # fused or dense
-    precision: str  # number formats of the products, one of `schemas.scans.precision.PRECISIONS`
+    precision: str  # number formats of the products, one of `schemas.scans.scan.PRECISIONS`
     attention: str
     """How the engine computed attention. tiles or kernel: the fused engine, without a pattern.
     matrix: patterns were built.

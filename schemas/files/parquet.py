@@ -1,37 +1,13 @@
 """Parquet files in memory, on disks and in stores."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 SMALL_BYTES = 32_768  # of a table that is written without compression
-
-
-def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
-    """A table with the columns of `schema`.
-
-    NaN becomes NULL. A column without values is all NULL. A matrix becomes a column of lists.
-    """
-    rows = len(next(iter(columns.values())))
-    arrays: list[pa.Array] = []
-    for field in schema:
-        values = columns.get(field.name)
-        if values is None:
-            arrays.append(pa.nulls(rows, field.type))
-            continue
-        is_matrix = isinstance(values, np.ndarray) and values.ndim > 1
-        # from_pandas is what makes NaN a NULL.
-        array = pa.array(values.ravel() if is_matrix else values, from_pandas=True)
-        if is_matrix:
-            # Every list has the length of a row, so the flat values need no copying into lists.
-            offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
-            array = pa.ListArray.from_arrays(offsets, array)
-        arrays.append(array if array.type == field.type else array.cast(field.type))
-    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def parquet_bytes(table: pa.Table, row_group_size: int | None = None) -> pa.Buffer:

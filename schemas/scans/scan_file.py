@@ -17,8 +17,7 @@ from headcount.schemas.kinds import KINDS
 from headcount.schemas.places import check_address, check_on_disk, place
 from headcount.schemas.plugin_files import read_and_activate
 from headcount.schemas.scans.overrides import override_fields
-from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, PRECISIONS
-from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan import BRIDGE_PRECISIONS, PRECISIONS, Scan
 from headcount.schemas.values import Problem, by_key, shortened, wrong_value
 
 MOST_PAIRED = 256

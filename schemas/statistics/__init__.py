@@ -1,6 +1,5 @@
 """The statistics of the `heads` table, a file per family; importing this registers them all."""
 
-from headcount.schemas.formula_kinds import LAYER_VALUES as LAYER_VALUES
 from headcount.schemas.formula_kinds import STATISTICS as STATISTICS
 from headcount.schemas.registry import import_files
 

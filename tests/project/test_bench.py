@@ -25,7 +25,7 @@ from benchmarks.targets import (
     targets,
 )
 from benchmarks.ways import STANDARD, WAYS, draw_tokens, make_gpt2_small, make_llama
-from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE, PRECISIONS
+from headcount.schemas.scans.scan import FASTEST_ACCEPTABLE, PRECISIONS
 from headcount.schemas.statistics import STATISTICS
 from tests import ROOT
 from tests.tools.processes import Command

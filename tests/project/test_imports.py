@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from headcount.schemas import kinds
 from headcount.schemas.packages import PACKAGES
 from tests import ROOT
 
@@ -124,6 +125,14 @@ HOW_THINGS_ARE_READ = (
     "headcount.schemas.scans.scan_file",
 )
 """Nor this: a replica is given a scan with its plug-ins."""
+
+CATALOGUES_AND_TWINS = (
+    *(f"headcount.schemas.{catalogue}" for catalogue in kinds.CATALOGUES),
+    "headcount.workers.engine.dense_pattern",
+)
+"""Nor the formulas, of which each is read by itself, and the pattern that the fused one is held
+against.
+"""
 
 ONLY_IN = {
     "aiohttp": ("queries/explore/server.py",),
@@ -319,7 +328,7 @@ def closure_of(module: str) -> set[str]:
 
 def test_a_replica_needs_no_room_for_a_hard_matter_and_reads_no_scan() -> None:
     needed = closure_of("headcount.workers.replica")
-    unneeded = (*HARD_ROOMS, *HOW_THINGS_ARE_READ)
+    unneeded = (*HARD_ROOMS, *HOW_THINGS_ARE_READ, *CATALOGUES_AND_TWINS)
     assert [name for name in needed if name.startswith(unneeded)] == []
 
 

@@ -55,7 +55,7 @@ from headcount.schemas.errors import HeadcountError, QueryError, RunError
 from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.workers.inputs.corpus.text_files import located
 from headcount.workers.known_models import KnownModels
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.replica import InterventionMeasurements, Replica
 from headcount.workers.shard import MeasuredShard, commit_shard, measure_shard

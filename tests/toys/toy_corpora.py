@@ -21,7 +21,7 @@ from headcount.workers.inputs.input_registry import CHOICE
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.inputs.store.extents import extents_of
 from headcount.workers.inputs.store.preparation import prepare_extent
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from tests.toys.toy_models import BYTE_BOS, byte_tokenizer, toy_info, toy_scan
 
 LENGTH = 6

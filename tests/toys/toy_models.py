@@ -23,7 +23,7 @@ from headcount.schemas.statistics import STATISTICS
 from headcount.workers.engine.number_formats import LinearProducts
 from headcount.workers.loading import load_model
 from headcount.workers.model.info.description import describe, find_model
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica
 
 D_VOCAB, N_CTX, BOS, EOS = 61, 40, 0, 1

@@ -17,7 +17,7 @@ from headcount.schemas.scans.intervention import NONE, Intervention
 from headcount.schemas.statistics import STATISTICS
 from headcount.schemas.tables import uniform_column
 from headcount.workers.interventions.settlement import Settlement
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.replica import InterventionMeasurements, Replica
 
 PACE = 0.25

@@ -24,8 +24,8 @@ from headcount.workers.model.bare_modules import (
     key_projections,
     rotary_modules,
 )
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import LoadedModules
+from headcount.workers.model.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

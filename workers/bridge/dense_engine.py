@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.statistics import LAYER_VALUES
+from headcount.schemas.formula_kinds import LAYER_VALUES
 from headcount.workers.bridge.bridge import Hook, bridge_of
 from headcount.workers.engine.changes import WHOLE_PATTERN, Changes, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen

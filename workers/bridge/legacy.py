@@ -11,8 +11,8 @@ from headcount.workers.bridge.booting import modules_of_bridge
 from headcount.workers.model.attention_modules import take_over_modules
 from headcount.workers.model.info.description import LEGACY_PLAIN
 from headcount.workers.model.info.model_files import CONFIG, read_object, weight_files
-from headcount.workers.model.info.model_info import SHAPE, ModelInfo
 from headcount.workers.model.model import LoadedModules
+from headcount.workers.model.model_info import SHAPE, ModelInfo
 from headcount.workers.model.pickles import check_pickles
 
 LEGACY_FIELDS = (*SHAPE, "act_fn", "attn_only", "final_rms", "eps")

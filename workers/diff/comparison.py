@@ -20,8 +20,8 @@ from headcount.workers.diff.number_grids import FORMATS, rounding_between
 from headcount.workers.diff.passes import OWN_Z, Place, run_unseen
 from headcount.workers.diff.steps import Step, steps_between, windows_of
 from headcount.workers.engine.prediction_inputs import next_token_losses
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import Model
+from headcount.workers.model.model_info import ModelInfo
 
 SIZES = ("n_layers", "n_heads", "d_head", "d_model", "d_vocab")
 LAYER_SEQUENCES = 4  # of each kind of input that every layer is compared on

@@ -13,9 +13,9 @@ from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.diff.causes import Cause
 from headcount.workers.diff.steps import windows_of
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.info.text_tokenizer import PROBE, TextTokenizer, load_tokenizer
 from headcount.workers.model.model import Model
+from headcount.workers.model.model_info import ModelInfo
 
 OF_TEXTS = ("tokenizer", "bos")  # kinds of causes
 

@@ -2,24 +2,36 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, NotRequired, Self, TypedDict
+from typing import Literal, NotRequired, Protocol, Self, TypedDict
 
 from torch import Tensor
 
 from headcount.schemas.files.commit import Method
-from headcount.schemas.statistics import LAYER_VALUES
+from headcount.schemas.formula_kinds import LAYER_VALUES
+from headcount.schemas.pattern import Pattern
 from headcount.workers.engine.changes import Changes
-from headcount.workers.engine.dense_pattern import DensePattern
-from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.token_pairs import TokenPairs
 from headcount.workers.model.model import Model, at_least_float32
 
 
+class LayerPattern(Pattern, Protocol):
+    """A pattern as an engine makes it: formulas ask it, and measurements choose heads of it."""
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """True where a change hides a key `[batch head query key]`; None if nothing does."""
+        ...
+
+    def only(self, heads: Sequence[int]) -> Self:
+        """The same pattern of some heads alone."""
+        ...
+
+
 class Activations(TypedDict):
-    """What is known of a layer at its end, by the names of `schemas.statistics.LAYER_VALUES`.
+    """What is known of a layer at its end, by the names of `schemas.formula_kinds.LAYER_VALUES`.
 
     Numbers are float32 at least. Before the end of the layer, what comes later is missing.
     """
@@ -29,7 +41,7 @@ class Activations(TypedDict):
     unrotated_q: NotRequired[Tensor]  # the same before any rotation, and after any norm of queries
     k: Tensor  # the same, repeated where query heads share it
     v: Tensor  # the same
-    pattern: FusedPattern | DensePattern
+    pattern: LayerPattern
     z: Tensor  # `[batch pos head d_head]`
     resid_post: Tensor  # `[batch pos d_model]`
     dz: NotRequired[Tensor]  # `schemas.formula_kinds.GRADIENTS`, behind the backward pass

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.scans.precision import PRECISIONS
+from headcount.schemas.scans.scan import PRECISIONS
 from headcount.workers.engine.changes import Streaming, hidden_keys
 from headcount.workers.engine.dense_pattern import DensePattern, check_unseen
 from headcount.workers.engine.engine import Activations, Engine, PassRequest, StopPass

@@ -64,6 +64,9 @@ class FusedPattern:
     batches, so only the first layer of the first batch pays for the second sweep.
     """
 
+    hidden = None
+    """Nothing hides a key here: changes of scores need the matrix."""
+
     def __init__(
         self,
         q: Tensor,
@@ -78,7 +81,7 @@ class FusedPattern:
         """q is `[batch head pos d_qk]`, k `[batch kv_head pos d_qk]`, v `[batch kv_head pos d_v]`.
 
         `number_format` is the format in which q, k, v and A are multiplied with each other
-        (`schemas.scans.precision`). `sweep` is a GPU's kernel that answers instead of the tiles.
+        (`schemas.scans.scan`). `sweep` is a GPU's kernel that answers instead of the tiles.
         """
         self.q = rounded(q, number_format)
         self.k = rounded(k, number_format)

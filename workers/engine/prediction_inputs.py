@@ -183,4 +183,4 @@ COMPUTED_BY: dict[str, Callable[[PredictionInputs], dict[str, Tensor]]] = {
         _position_changes,
     ),
 }
-"""What computes each of `schemas.predictions.PREDICTION_INPUTS`."""
+"""What computes each of `schemas.formula_kinds.PREDICTION_INPUTS`."""

@@ -26,8 +26,8 @@ from headcount.workers.inputs.corpus.text_files import check_bundled, text_recor
 from headcount.workers.inputs.families.bigram_backcopy import BUNDLED_TEXT
 from headcount.workers.inputs.store.token_store import TokenStore
 from headcount.workers.model.info.description import no_token
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.info.text_tokenizer import TextTokenizer
+from headcount.workers.model.model_info import ModelInfo
 
 LISTED_PARTS = 20  # parts of a corpus that an error message lists
 

@@ -36,8 +36,8 @@ from headcount.workers.engine.changes import (
     Streaming,
     readable,
 )
-from headcount.workers.model.info.model_info import ModelInfo
 from headcount.workers.model.model import ChangeableWeight, Model
+from headcount.workers.model.model_info import ModelInfo
 
 CHANGEABLE_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 CHANGEABLE_EMBEDDINGS = ("W_pos",)  # weights that are not a layer's

@@ -13,8 +13,7 @@ import torch
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.formula_kinds import DIRECT_GRADIENTS
 from headcount.schemas.scans.intervention import Intervention
-from headcount.schemas.scans.precision import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE
-from headcount.schemas.scans.scan import Scan
+from headcount.schemas.scans.scan import BRIDGE_PRECISIONS, FASTEST_ACCEPTABLE, Scan
 from headcount.workers.engine.changes import hidden_keys
 from headcount.workers.interventions import bind
 from headcount.workers.interventions.intervention_registry import BoundIntervention, BoundPart

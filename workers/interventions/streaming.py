@@ -18,7 +18,7 @@ from headcount.schemas.scans.head_groups import groups_of, groups_text
 from headcount.schemas.values import Count, Index
 from headcount.workers.engine.changes import Streaming, hide
 from headcount.workers.interventions.intervention_registry import intervention
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 GroupCount = Annotated[int, Field(ge=1, le=1024)]
 

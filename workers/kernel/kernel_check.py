@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.scans.precision import PRECISIONS
+from headcount.schemas.scans.scan import PRECISIONS
 from headcount.workers.engine.fused_pattern import FusedPattern
 from headcount.workers.engine.number_formats import HALVES, rounded
 from headcount.workers.engine.tile_sweep import Sweep

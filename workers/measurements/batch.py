@@ -39,7 +39,7 @@ HEAD_AXIS = {
     **dict.fromkeys(("q", "unrotated_q", "k", "v", "z", "dz", "dv", "direct_dz", "logit_dz"), 2),
     **dict.fromkeys(("b_Q", "b_K", "W_K", "W_O"), 0),
 }
-"""The axis of heads of each of `schemas.statistics.LAYER_VALUES` that has one."""
+"""The axis of heads of each of `schemas.formula_kinds.LAYER_VALUES` that has one."""
 
 LayerValue = Any  # what a formula reads: tensor, pattern, pairs of tokens, labels or a fact
 

@@ -16,14 +16,13 @@ import pyarrow as pa
 from torch import Tensor
 
 from headcount.schemas.errors import MeasureError
-from headcount.schemas.files.parquet import table_of
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.formulas import Formula, Kind
 from headcount.schemas.kinds import schema_of_rows
 from headcount.schemas.measured_heads import ABSENT, MeasuredHeads
 from headcount.schemas.plugins import line_of
 from headcount.schemas.registry import is_of_plugin
-from headcount.schemas.tables import Table
+from headcount.schemas.tables import Table, table_of
 from headcount.workers.measurements.moments import merged_moments, places_on_axes
 
 Columns = dict[str, np.ndarray]

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from headcount.schemas.files.parquet import table_of
 from headcount.schemas.files.run_directory import pc
 from headcount.schemas.histogram_bins import Axis
-from headcount.schemas.tables import ROLLUPS
+from headcount.schemas.tables import ROLLUPS, table_of
 
 COUNTERS = 2**20  # bins of histograms that are counted at once, 8 bytes each
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from headcount.schemas.formulas import Formula, evaluate
-from headcount.workers.engine.dense_pattern import DensePattern
 
 
 def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
@@ -27,7 +26,7 @@ def defined_or_nan(formula: Formula, activations: Mapping[str, Any]) -> Tensor:
 
     pattern = activations.get("pattern")
     masked = None
-    if isinstance(pattern, DensePattern) and pattern.hidden is not None:
+    if pattern is not None and pattern.hidden is not None:
         masked = pattern.not_yet_asked()
         value = with_pattern(masked)
     else:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.reasons import reason
+from headcount.schemas.registry import in_words
+from headcount.schemas.values import shortened
 from headcount.workers.model.attention_facts import (
     AttentionFacts,
     AttentionSizes,
@@ -20,7 +21,7 @@ from headcount.workers.model.attention_facts import (
 )
 from headcount.workers.model.attention_layers import attending, own_attention
 from headcount.workers.model.bare_modules import ATTENTION, PROJECTIONS, child_of
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 CHECK_TOKENS = 16  # of the check, if no window is shorter
 LARGEST_WINDOW = 256  # beyond which the check does not look; masks say larger ones
@@ -76,7 +77,8 @@ def settle_attention(
         # Whatever a library raises: the model is refused in one line, or the bridge runs it.
         # Some products of transformers, as those of grouped experts, take float32 and no float64.
         in_format = " in float64" if weight.dtype == torch.float64 else ""
-        return SettledAttention(problem=f"transformers cannot run it{in_format} ({reason(error)})")
+        why = shortened(in_words(error))
+        return SettledAttention(problem=f"transformers cannot run it{in_format} ({why})")
     gated: set[int] = set()
     for layer in ours.projected.keys() & ours.z.keys():
         given = ours.projected[layer]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer", "temporal_block")
 """Names of a layer's attention module in transformers."""

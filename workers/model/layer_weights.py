@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headcount.workers.model.model import Model, at_least_float32
 
-READABLE_WEIGHTS = ("b_Q", "b_K", "W_K", "W_O")  # of `schemas.statistics.LAYER_VALUES`
+READABLE_WEIGHTS = ("b_Q", "b_K", "W_K", "W_O")  # of `schemas.formula_kinds.LAYER_VALUES`
 
 READ_THROUGH_BRIDGE = (
     *READABLE_WEIGHTS,

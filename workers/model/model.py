@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from headcount.schemas.errors import ModelError
-from headcount.schemas.reasons import reason
+from headcount.schemas.registry import in_words
+from headcount.schemas.values import shortened
 from headcount.workers.model.attention_check import (
     active_stream,
     settle_attention,
@@ -28,7 +29,7 @@ from headcount.workers.model.bare_modules import (
     projection,
 )
 from headcount.workers.model.circuit import Circuit, effective_positions
-from headcount.workers.model.info.model_info import ModelInfo, text_config
+from headcount.workers.model.model_info import ModelInfo, text_config
 from headcount.workers.model.rotations import Rotation
 
 LARGEST_WEIGHT = 1e6  # no model that was trained has a weight as large as this
@@ -154,8 +155,8 @@ class Model:
                     raise
                 # Not fatal: the model may still run on its bare modules.
                 in_format = " in float64" if self.dtype == torch.float64 else ""
-                problem = f"TransformerLens cannot run this model{in_format} ({reason(error)})"
-                self._bridge.problem = problem
+                why = shortened(in_words(error))
+                self._bridge.problem = f"TransformerLens cannot run this model{in_format} ({why})"
             finally:
                 logger.setLevel(level)
         return self._bridge

@@ -49,7 +49,7 @@ from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.schemas.values import in_toml
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.replica import Replica
 from tests import ROOT
 from tests.tools.processes import Command, free_port, kept_endings

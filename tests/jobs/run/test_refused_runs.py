@@ -21,7 +21,7 @@ from headcount.schemas.files.commits import gather
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import write_whole
 from headcount.schemas.scans.scan_file import parse_scan
-from headcount.workers.model.info.model_info import ModelInfo
+from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.replica import Replica
 from tests.toys.commands import error_of
 from tests.toys.runs_here import become, run_here

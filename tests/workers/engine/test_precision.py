@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headcount.schemas.scans.precision import PRECISIONS
+from headcount.schemas.scans.scan import PRECISIONS
 from headcount.workers.engine import number_formats
 from headcount.workers.engine.number_formats import rounded
 from headcount.workers.replica import InterventionMeasurements

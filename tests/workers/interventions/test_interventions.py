@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headcount.schemas.errors import MeasureError, ModelError, ScanError
 from headcount.schemas.scans.intervention import parse_intervention
-from headcount.schemas.scans.precision import FASTEST_ACCEPTABLE
+from headcount.schemas.scans.scan import FASTEST_ACCEPTABLE
 from headcount.schemas.statistics import STATISTICS
 from headcount.workers.inputs.sequences import Sequences
 from headcount.workers.interventions import (

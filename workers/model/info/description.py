@@ -32,13 +32,13 @@ from headcount.workers.model.info.model_files import (
     read_object,
     sha256_of,
 )
-from headcount.workers.model.info.model_info import SHAPE, ModelInfo, text_config
 from headcount.workers.model.info.special_tokens import (
     TOKENIZER_NAMES,
     WORDS,
     first_in_vocabulary,
     special_tokens,
 )
+from headcount.workers.model.model_info import SHAPE, ModelInfo, text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,13 +15,13 @@ from headcount.schemas.errors import ModelError
 from headcount.workers.model.info.gguf_file import read_gguf
 from headcount.workers.model.info.gguf_tokenizer import losses
 from headcount.workers.model.info.model_files import CONFIG, is_gguf, read_object
-from headcount.workers.model.info.model_info import TrainedBos
 from headcount.workers.model.info.text_tokenizer import (
     SETTINGS,
     check_tokenizer_files,
     load_tokenizer,
 )
 from headcount.workers.model.info.trained_bos import OwnBos, trained_bos
+from headcount.workers.model.model_info import TrainedBos
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headcount.workers.model.info.model_info import TrainedBos
+from headcount.workers.model.model_info import TrainedBos
 
 PREPENDS_NONE = frozenset({
     "bloom", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
