@@ -36,23 +36,6 @@ def run_with(out: Path, name: str = "a-1", **queries: str) -> RunDirectory:
     return run
 
 
-def test_a_query_that_a_run_brings_is_listed_explained_asked_and_exported(tmp_path: Path):
-    run_with(tmp_path, late_heads=LATE)
-    assert "late_heads               Heads of late layers.\n" in printed("query", tmp_path)
-    assert "--first WHOLE NUMBER  the first late layer." in printed(
-        "query", tmp_path, "late_heads", "--help"
-    )
-    rows = ended("query", tmp_path, "late_heads", "--format", "csv").stdout
-    assert rows.splitlines() == ["layer,head,entropy", "1,0,1.0", "1,1,1.5"]
-    with headcount.open(tmp_path) as runs:
-        assert len(runs.sql("late_heads", first=0).rows()) == 4
-        assert runs.sql("SELECT count(*) FROM late_heads").rows() == [(2,)]
-    file = tmp_path / "head.duckdb"
-    printed("views", tmp_path, "-o", file)
-    with duckdb.connect(str(file), read_only=True) as connection:
-        assert connection.sql("FROM late_heads(first := 0)").fetchall()[-1] == (1, 1, 1.5)
-
-
 SECRET = "what only the user may read"
 
 BAD = {
@@ -75,15 +58,31 @@ OURS = ("heads", "by_head", "Sink_heads", "duckdb_views", "headcount_notes")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A secret, `runs` with bad queries and with queries of our names, and their views."""
+    """A secret; `runs` with a good query, bad ones, and some of our names; and their views."""
     home = tmp_path_factory.mktemp("bad")
     (home / "secret.txt").write_text(SECRET)
     # Where queries may read, nothing is written either.
     places = {"secret": home / "secret.txt", "written": home / "runs/run_id=a-1/written.parquet"}
     texts = {name: f"-- Rows.\n{sql.format(**places)}" for name, sql in BAD.items()}
-    run_with(home / "runs", **texts | dict.fromkeys(OURS, "-- A.\nSELECT 7 AS n"))
+    texts |= dict.fromkeys(OURS, "-- A.\nSELECT 7 AS n") | {"late_heads": LATE}
+    run_with(home / "runs", **texts)
     printed("views", home / "runs", "-o", home / "head.duckdb")
     return home
+
+
+def test_a_query_that_a_run_brings_is_listed_explained_asked_and_exported(home: Path):
+    runs = home / "runs"
+    assert "late_heads               Heads of late layers.\n" in printed("query", runs)
+    assert "--first WHOLE NUMBER  the first late layer." in printed(
+        "query", runs, "late_heads", "--help"
+    )
+    rows = ended("query", runs, "late_heads", "--format", "csv").stdout
+    assert rows.splitlines() == ["layer,head,entropy", "1,0,1.0", "1,1,1.5"]
+    with headcount.open(runs) as opened:
+        assert len(opened.sql("late_heads", first=0).rows()) == 4
+        assert opened.sql("SELECT count(*) FROM late_heads").rows() == [(2,)]
+    with duckdb.connect(str(home / "head.duckdb"), read_only=True) as connection:
+        assert connection.sql("FROM late_heads(first := 0)").fetchall()[-1] == (1, 1, 1.5)
 
 
 def test_sql_of_a_run_reaches_no_file_whether_it_is_asked_or_exported(home: Path):
