@@ -23,6 +23,14 @@ from headcount.workers.interventions import bind
 from headcount.workers.model.info.description import find_model
 from tests.toys.commands import error_of, printed
 from tests.toys.toy_models import change_weights, copy_of, family, save_model
+from tests.toys.windowed_models import (
+    N_CTX,
+    RECENT,
+    SINK,
+    check_moves,
+    cut_to_windows,
+    reading_model,
+)
 
 SHAPE = CacheShape(
     kv_heads=((0, 0), (0, 1), (2, 0), (2, 1)),
@@ -140,7 +148,7 @@ def test_plans_that_another_undercuts_are_left_out():
 def test_costs_that_differ_by_chance_are_alike():
     rng = np.random.default_rng(3)
     of_sequences = rng.normal(size=8)
-    noise = 0.1 * rng.normal(size=(200, 12, 8))
+    noise = 0.1 * rng.normal(size=(60, 12, 8))
     p = [p_alike(of_sequences + each) for each in noise[:, :6]]
     # Of twenty, about one has p of 0.05 or less.
     assert np.mean(np.array(p) <= 0.05) < 0.1
@@ -306,39 +314,22 @@ def test_a_plan_of_windows_is_what_its_files_say(home: Path):
 @pytest.mark.long
 def test_transformers_loses_what_windows_cost():
     """By masks of every head in float64, and by nothing of ours."""
-    from transformers import AutoModelForCausalLM
-
     windows = ((0, 2), (1, 0), (3, 1))
-    trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=4)
+    trial = CacheTrial("bundled:llama-mini", [], n_ctx=N_CTX, sequences=4)
     shape = CacheShape(
         kv_heads=tuple((layer, head) for layer in range(4) for head in range(4)),
         n_kv_heads=4,
         d_head=16,
-        n_ctx=256,
-        sink=4,
-        recent=24,
+        n_ctx=N_CTX,
+        sink=SINK,
+        recent=RECENT,
         whole=0,
         own_windows={},
     )
     plan = CachePlan.untouched(shape).with_choices(shape, [Choice("", windows, window=True)])
     text = plan.intervention(shape)
-    behind = torch.arange(256)[:, None] - torch.arange(256)
-    between = (behind >= 24) & (torch.arange(256) >= 4)
-
-    def with_mask(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        streams = torch.tensor([(layer, head // 2) in windows for head in range(8)])
-        unseen = (behind < 0) | (between & streams[:, None, None])
-        mask = torch.zeros(unseen.shape, dtype=torch.float64).masked_fill(unseen, -1e30)
-        return args, kwargs | {"attention_mask": mask[None]}
-
-    untouched, cut = (
-        AutoModelForCausalLM.from_pretrained(
-            find_model("bundled:llama-mini"), attn_implementation="eager"
-        ).double()
-        for _ in range(2)
-    )
-    for layer, block in enumerate(cut.model.layers):
-        block.self_attn.register_forward_pre_hook(partial(with_mask, layer), with_kwargs=True)
+    untouched, cut = reading_model(), reading_model()
+    cut_to_windows(cut, windows)
     pieces = trial.pieces["reports"]
     rises = losses_of_text(cut, pieces) - losses_of_text(untouched, pieces)
     measured, whole = (trial.measure("reports", name) for name in (text, "none"))
@@ -347,22 +338,12 @@ def test_transformers_loses_what_windows_cost():
     assert np.isnan(measured.text_moved).all()
 
     # How far predictions have moved, where plans are chosen.
-    pieces = trial.pieces["chooses"]
-    tokens = torch.from_numpy(pieces.tokens)
+    tokens = torch.from_numpy(trial.pieces["chooses"].tokens)
     with torch.no_grad():
         before, after = (
             each(tokens, use_cache=False).logits.log_softmax(-1) for each in (untouched, cut)
         )
-    moved = (before.exp() * (before - after)).sum(-1).numpy()  # [sequence pos]
-    measured = trial.measure("chooses", text)
-    for is_in, found in (
-        (trial._asked("chooses") & ~pieces.is_answer, measured.text_moved),
-        (pieces.is_answer, measured.needle_moved),
-    ):
-        # A token is predicted at the position before it.
-        means = [moved[row, :-1][where[1:]].mean() for row, where in enumerate(is_in)]
-        np.testing.assert_allclose(found, means, atol=1e-5)
-        assert found.min() > 1e-3
+    check_moves(trial, trial.measure("chooses", text), before, after)
 
 
 @pytest.mark.long

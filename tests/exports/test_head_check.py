@@ -147,20 +147,22 @@ def test_recall_opens_heads_in_rounds_and_goes_on_where_it_was_stopped(tmp_path:
         json.loads(file.read_text()),
         np.loadtxt(file.parent / "full_attention_heads.tsv"),
     )
+    # Of twelve heads of this model two are enough.
     assert ranked(scores)[:2] == [(1, 2), (1, 3)]
     opening = config["headcount"]["opening"]
+    assert sorted(opening["ranking"]) == [[layer, head] for layer in range(3) for head in range(4)]
     assert "unfinished" not in config["headcount"]
     assert opening["whole_cache"]["recall"] == 1
     assert [one["recall"] == 1 for one in opening["rounds"]][:3] == [False, False, True]
-    # As it is after two rounds.
+    # As it is after two rounds, with a loss that nobody measured.
     begun = {name: value for name, value in opening.items() if name != "ranking"}
-    begun["rounds"] = opening["rounds"][:2]
+    begun["rounds"] = [opening["rounds"][0] | {"loss": 9.0}, opening["rounds"][1]]
     config["headcount"] |= {"opening": begun, "unfinished": "what was not measured"}
     file.write_text(json.dumps(config))
     printed(*words)
     assert np.array_equal(np.loadtxt(file.parent / "full_attention_heads.tsv"), scores)
     again = json.loads(file.read_text())["headcount"]
-    assert again["opening"]["rounds"][:2] == opening["rounds"][:2]
+    assert again["opening"]["rounds"] == [*begun["rounds"], *opening["rounds"][2:]]
     assert "unfinished" not in again
     # What a model does not recall with its whole cache ranks no heads.
     begun["whole_cache"] = {"recall": 0.25, "loss": 3.0}

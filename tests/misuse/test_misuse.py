@@ -107,6 +107,10 @@ CHANGES: dict[str, Callable[[Path, Any], object]] = {
 """What a table does to a file of a model, by the ending of its name."""
 
 
+WAITING = re.compile(r"starting|planning|merging files|[a-z ]+, for \d+ s")
+"""A line of a command that has been silent for long."""
+
+
 class Folder:
     """The folder in which a row runs."""
 
@@ -134,7 +138,7 @@ class Folder:
         arguments = [path for word in split for path in glob.glob(word) or [word]]
         code, lines = self.command(*arguments)
         # What it says while it waits, as on a busy machine.
-        lines = [line for line in lines if not line.startswith("loading the model, for")]
+        lines = [line for line in lines if not WAITING.fullmatch(line)]
         return code, [line.replace(str(self.path), "TMP") for line in lines]
 
     def follow(self, steps: list[Any]) -> list[str]:

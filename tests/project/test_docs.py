@@ -186,15 +186,16 @@ def test_every_command_has_an_example() -> None:
     assert [name for name in options_by_command() if f"\nheadcount {name} " not in examples] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_use_only_commands_and_options_that_exist(page: Path) -> None:
-    for line in code_lines(page.read_text(encoding="utf-8")):
-        # A line of a shell may have several commands.
-        for part in re.split(r" && |; (?:do )?", line):
-            if command := COMMAND.match(part):
-                allowed = options_by_command()
-                assert command[1] in allowed, part
-                assert set(OPTION.findall(command[2])) <= allowed[command[1]], part
+def test_pages_use_only_commands_and_options_that_exist() -> None:
+    allowed = options_by_command()
+    for page in PAGES:
+        for line in code_lines(page.read_text(encoding="utf-8")):
+            # A line of a shell may have several commands.
+            for part in re.split(r" && |; (?:do )?", line):
+                if command := COMMAND.match(part):
+                    assert command[1] in allowed, f"{page.name}: {part}"
+                    unknown = set(OPTION.findall(command[2])) - allowed[command[1]]
+                    assert not unknown, f"{page.name}: {part}"
 
 
 def code_lines(page_text: str) -> Iterator[str]:
@@ -210,17 +211,20 @@ def code_lines(page_text: str) -> Iterator[str]:
             yield from re.findall(r"`([^`]+)`", line)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    # An example may link to a page that it makes.
-    for linked_path, anchor in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
-        target = page.parent / linked_path if linked_path else page
-        assert target.exists(), f"{page.name}: {linked_path}"
-        if anchor:
-            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            # GitHub drops punctuation before it joins the words of a heading by hyphens.
-            bare = [re.sub(r"[^\w\s-]", "", each.lower()) for each in headings]
-            assert anchor in [each.replace(" ", "-") for each in bare], f"{page.name}: #{anchor}"
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in (*PAGES, ROOT / "CHANGELOG.md"):
+        # An example may link to a page that it makes.
+        for path, anchor in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name}: {path}"
+            assert not anchor or anchor in anchors_of(target), f"{page.name}: #{anchor}"
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    # GitHub drops punctuation before it joins the words of a heading by hyphens.
+    return {re.sub(r"[^\w\s-]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
 def test_the_index_lists_every_page_and_no_shelf_is_full() -> None:

@@ -296,21 +296,25 @@ def ended(words):
             code = stop.code or 0
     return code, stdout.getvalue(), stderr.getvalue()
 
+reading, refused = json.loads(sys.argv[1])
+read = [*map(ended, reading)]
+has_pandas = "pandas" in sys.modules
 with headcount.open("runs") as runs:
     answer = runs.sql("SELECT count(*) FROM heads").rows()
 refusals = [*map(refusal, ("measure", "MeasureCallback", "scan({})"))]
-json.dump([answer, refusals, *map(ended, json.loads(sys.argv[1]))], sys.stdout)
+json.dump([answer, refusals, has_pandas, *read, *map(ended, refused)], sys.stdout)
 """
 
 
 RUN = "runs/run_id=small"
 FEW = [["query", "runs", "SELECT count(*) FROM heads"], ["status", RUN], ["list", "statistics"]]
+FEW += [["report", "runs", "--no-text"], ["views", "runs", "-o", "head.duckdb"]]
 MORE = [["scan", "--help"], ["list", "runs"], ["query", "runs"], ["report", "runs"]]
 MORE += [["list", "models"], ["list", "inputs"], ["compact", "runs"]]
 
 
 @pytest.mark.parametrize("commands", [FEW, pytest.param(MORE, marks=pytest.mark.long)])
-def test_runs_are_read_without_torch_and_ray_and_measuring_names_the_extra(
+def test_runs_are_read_without_torch_ray_and_pandas_and_measuring_names_the_extra(
     tmp_path: Path, commands: list[list[str]]
 ) -> None:
     write_run(tmp_path / "runs", "small", {"sink_mass": lambda row: row.head / 4})
@@ -321,12 +325,12 @@ def test_runs_are_read_without_torch_and_ray_and_measuring_names_the_extra(
     # A scan that is wrong is refused before any other runs, and by a process that lacks torch.
     refused = [["scan", "toy.toml"], ["plan", "toy.toml"], ["scan", "toy.toml", "wrong.toml"]]
     words = [*DIES_WITH_ITS_PARENT, sys.executable, "-c", HIDDEN + COMMANDS]
-    words.append(json.dumps([*commands, *refused]))
+    words.append(json.dumps([commands, refused]))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    answer, refusals, *each_ended = json.loads(done.stdout)
-    assert answer == [[24]]
+    answer, refusals, has_pandas, *each_ended = json.loads(done.stdout)
+    assert (answer, has_pandas) == ([[24]], False)
     assert ["pip install -e '.[scan]'" in line for line in refusals] == [True] * 3
     ended = [Ended(*each) for each in each_ended]
     for command, read in zip(commands, ended, strict=False):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import duckdb
+import pytest
 
 import headcount
 from headcount.schemas.errors import QueryError
@@ -35,23 +36,6 @@ def run_with(out: Path, name: str = "a-1", **queries: str) -> RunDirectory:
     return run
 
 
-def test_a_query_that_a_run_brings_is_listed_explained_asked_and_exported(tmp_path: Path):
-    run_with(tmp_path, late_heads=LATE)
-    assert "late_heads               Heads of late layers.\n" in printed("query", tmp_path)
-    assert "--first WHOLE NUMBER  the first late layer." in printed(
-        "query", tmp_path, "late_heads", "--help"
-    )
-    rows = ended("query", tmp_path, "late_heads", "--format", "csv").stdout
-    assert rows.splitlines() == ["layer,head,entropy", "1,0,1.0", "1,1,1.5"]
-    with headcount.open(tmp_path) as runs:
-        assert len(runs.sql("late_heads", first=0).rows()) == 4
-        assert runs.sql("SELECT count(*) FROM late_heads").rows() == [(2,)]
-    file = tmp_path / "head.duckdb"
-    printed("views", tmp_path, "-o", file)
-    with duckdb.connect(str(file), read_only=True) as connection:
-        assert connection.sql("FROM late_heads(first := 0)").fetchall()[-1] == (1, 1, 1.5)
-
-
 SECRET = "what only the user may read"
 
 BAD = {
@@ -69,42 +53,62 @@ BAD = {
 }
 
 
-def test_sql_of_a_run_reaches_no_file_whether_it_is_asked_or_exported(tmp_path: Path):
-    secret, out = tmp_path / "secret.txt", tmp_path / "runs"
-    secret.write_text(SECRET)
+OURS = ("heads", "by_head", "Sink_heads", "duckdb_views", "headcount_notes")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A secret; `runs` with a good query, bad ones, and some of our names; and their views."""
+    home = tmp_path_factory.mktemp("bad")
+    (home / "secret.txt").write_text(SECRET)
     # Where queries may read, nothing is written either.
-    written = out / "run_id=a-1" / "written.parquet"
-    texts = {name: f"-- Rows.\n{sql}" for name, sql in BAD.items()}
-    run_with(
-        out, **{name: sql.format(secret=secret, written=written) for name, sql in texts.items()}
+    places = {"secret": home / "secret.txt", "written": home / "runs/run_id=a-1/written.parquet"}
+    texts = {name: f"-- Rows.\n{sql.format(**places)}" for name, sql in BAD.items()}
+    texts |= dict.fromkeys(OURS, "-- A.\nSELECT 7 AS n") | {"late_heads": LATE}
+    run_with(home / "runs", **texts)
+    printed("views", home / "runs", "-o", home / "head.duckdb")
+    return home
+
+
+def test_a_query_that_a_run_brings_is_listed_explained_asked_and_exported(home: Path):
+    runs = home / "runs"
+    assert "late_heads               Heads of late layers.\n" in printed("query", runs)
+    assert "--first WHOLE NUMBER  the first late layer." in printed(
+        "query", runs, "late_heads", "--help"
     )
-    assert error_of("query", out, "a_file") == (
+    rows = ended("query", runs, "late_heads", "--format", "csv").stdout
+    assert rows.splitlines() == ["layer,head,entropy", "1,0,1.0", "1,1,1.5"]
+    with headcount.open(runs) as opened:
+        assert len(opened.sql("late_heads", first=0).rows()) == 4
+        assert opened.sql("SELECT count(*) FROM late_heads").rows() == [(2,)]
+    with duckdb.connect(str(home / "head.duckdb"), read_only=True) as connection:
+        assert connection.sql("FROM late_heads(first := 0)").fetchall()[-1] == (1, 1, 1.5)
+
+
+def test_sql_of_a_run_reaches_no_file_whether_it_is_asked_or_exported(home: Path):
+    assert error_of("query", home / "runs", "a_file") == (
         "a_file: reads read_text(…), expected tables of the runs"
     )
-    printed("views", out, "-o", tmp_path / "head.duckdb")
     with (
-        headcount.open(out) as runs,
-        duckdb.connect(str(tmp_path / "head.duckdb"), read_only=True) as connection,
+        headcount.open(home / "runs") as runs,
+        duckdb.connect(str(home / "head.duckdb"), read_only=True) as connection,
     ):
         for name in BAD:
             assert SECRET not in refused(QueryError, lambda asked: runs.sql(asked).rows(), name)
             assert SECRET not in refused(
                 duckdb.Error, lambda asked: connection.sql(f"FROM {asked}").fetchall(), name
             )
-        # Nobody else's question meets them.
-        assert runs.sql("SELECT count(DISTINCT head) FROM heads").rows() == [(2,)]
-    assert not written.exists()
+    assert not list(home.rglob("written.parquet"))
 
 
-def test_a_query_of_a_run_never_stands_for_one_of_ours(tmp_path: Path):
-    run_with(tmp_path, heads="-- A.\nSELECT 7 AS n", by_head="-- A.\nSELECT 7 AS n",
-             Sink_heads="-- A.\nSELECT 7 AS n", duckdb_views="-- A.\nSELECT 7 AS n",
-             headcount_notes="-- A.\nSELECT 7 AS n")  # fmt: skip
-    with headcount.open(tmp_path) as runs:
+def test_a_query_of_a_run_never_stands_for_one_of_ours(home: Path):
+    with headcount.open(home / "runs") as runs:
         assert len(runs.sql("heads").rows()) > 4
         assert "n" not in runs.sql("by_head").columns
         assert len(runs.sql("SELECT view_name FROM duckdb_views()").rows()) > 10
-    printed("views", tmp_path, "-o", tmp_path / "head.duckdb")
+    with duckdb.connect(str(home / "head.duckdb"), read_only=True) as connection:
+        for name in ("heads", "by_head", "sink_heads", "headcount_notes"):
+            assert "n" not in connection.sql(f"DESCRIBE {name}").fetchnumpy()["column_name"]
 
 
 def test_one_name_with_two_texts_and_a_damaged_file_say_so_when_they_are_asked(tmp_path: Path):

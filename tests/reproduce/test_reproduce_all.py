@@ -5,7 +5,6 @@ results is always written, and one model is loaded and hashed once.
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -150,17 +149,27 @@ def test_a_failing_figure_and_another_model_end_differently(folder: Path, gpt2: 
 def test_a_model_is_read_once_and_an_override_of_one_scan_leaves_others_alone(
     folder: Path, gpt2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    describe, load = (Mock(wraps=f) for f in (known_models.describe, known_models.load_model))
-    monkeypatch.setattr(known_models, "describe", describe)
-    monkeypatch.setattr(known_models, "load_model", load)
+    described: list[str] = []
+    loaded: list[str] = []
+    describe, load_model = known_models.describe, known_models.load_model
+
+    def noting_describe(name: Any, *words: Any, **more: Any) -> Any:
+        described.append(str(name))
+        return describe(name, *words, **more)
+
+    def noting_load(info: Any, *words: Any, **more: Any) -> Any:
+        loaded.append(info.path)
+        return load_model(info, *words, **more)
+
+    monkeypatch.setattr(known_models, "describe", noting_describe)
+    monkeypatch.setattr(known_models, "load_model", noting_load)
     # Nothing else may describe the model.
     monkeypatch.setattr("headcount.jobs.plan.resolved_scan.described", None)
     (folder / "a.toml").write_text(replication_file(3))
     (folder / "b.toml").write_text(replication_file(3, SCANS.replace("longer", "own")))
     exit_code, output, _ = reproduce("--all", "--model", gpt2, "--set", "own.sequences=3")
     assert exit_code == 0, output
-    assert [str(call.args[0]) for call in describe.call_args_list] == [gpt2]
-    assert [call.args[0].path for call in load.call_args_list] == [gpt2]
+    assert described == loaded == [gpt2]
     manifests = [json.loads(file.read_text()) for file in Path("runs").rglob("manifest.json")]
     sequences = {each["run_id"].rpartition("-")[0]: each["sequences"] for each in manifests}
     assert sequences == {"random": 2, "longer": 2, "own": 3}

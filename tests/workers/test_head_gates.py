@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -54,22 +53,3 @@ def test_gains_are_slopes_of_the_loss_between_a_cut_and_a_whole_cache(
                 losses.append(gates._measured(needles, opened, told.append)[1])
         slope = (losses[1] - losses[0]) / 0.04
         assert measured.of_all[layer, head] == pytest.approx(-slope, rel=0.02, abs=2e-5)
-
-
-def test_rounds_open_the_heads_that_retrieve_and_go_on_where_they_were_stopped() -> None:
-    """Of twelve heads of this model two are enough: L1H2 and L1H3."""
-    trial = HeadTrial("bundled:needle-mini", 4, 16, n_ctx=128, sequences=4)
-    needles = Asked.of_answers(*trial._question("needles", 1))
-    gates = HeadGates(trial.replica.model, 4, 16)
-    rounds = [*gates.rounds(needles, [], lambda _: None)]
-    cut, one, two = rounds[:3]
-    assert two.opened == ((1, 2), (1, 3))
-    assert cut.recall < one.recall
-    assert two.recall == 1
-    ranking = gates.ranking(rounds[-1])
-    assert sorted(ranking) == [(layer, head) for layer in range(3) for head in range(4)]
-    told: list[int] = []
-    again = [*gates.rounds(needles, rounds[:2], told.append)]
-    assert [each.opened for each in again] == [each.opened for each in rounds]
-    np.testing.assert_allclose(again[-1].gains, rounds[-1].gains, atol=1e-6)
-    assert sum(told) == 4 * (len(rounds) - 2)

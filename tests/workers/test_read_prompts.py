@@ -1,20 +1,20 @@
 """Models that read on behind prompts: against one pass, and against transformers."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from headcount.workers.cache_trial import CacheTrial
 from headcount.workers.loading import load_model
-from headcount.workers.model.info.description import describe, find_model
+from headcount.workers.model.info.description import describe
 from headcount.workers.model.model import Model
 from headcount.workers.read_prompts import ReadPrompts, final_stream, whole_attention
 from tests.toys import toy_models as toy
+from tests.toys.windowed_models import N_CTX, check_moves, cut_to_windows, reading_model
 
 TOKENS = np.random.default_rng(0).integers(2, toy.D_VOCAB, (3, 31))
 
@@ -73,42 +73,19 @@ def to_levels(x: torch.Tensor, bits: int) -> torch.Tensor:
 @pytest.mark.long
 def test_transformers_says_the_same_behind_a_prompt():
     """With a cache that rounds, and masks of every head in float64: nothing of ours."""
-    windows = ((0, 2), (1, 0), (3, 1))
-    trial = CacheTrial("bundled:llama-mini", [], n_ctx=256, sequences=3, reads_prompts=True)
+    trial = CacheTrial("bundled:llama-mini", [], n_ctx=N_CTX, sequences=3, reads_prompts=True)
     prompt = trial.prompt
     assert 64 < prompt < 192
     plan = "stream_groups(4,24,4,x4102)+store_keys(affine4,4,4,x00f)+store_values(affine2,4,4,x00f)"
-    behind = torch.arange(prompt, 256)[:, None] - torch.arange(256)
-    between = (behind >= 24) & (torch.arange(256) >= 4)
-
-    def with_mask(layer: int, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        streams = torch.tensor([(layer, head // 2) in windows for head in range(8)])
-        unseen = (behind < 0) | (between & streams[:, None, None])
-        mask = torch.zeros(unseen.shape, dtype=torch.float64).masked_fill(unseen, -1e30)
-        return args, kwargs | {"attention_mask": mask[None]}
-
-    model = AutoModelForCausalLM.from_pretrained(
-        find_model("bundled:llama-mini"), attn_implementation="eager"
-    ).double()
-    pieces = trial.pieces["chooses"]
-    tokens = torch.from_numpy(pieces.tokens)
+    model = reading_model()
+    tokens = torch.from_numpy(trial.pieces["chooses"].tokens)
     cache = RoundingCache()
     with torch.no_grad():
         before = model(tokens, use_cache=False).logits[:, prompt:].log_softmax(-1)
         model(tokens[:, :prompt], past_key_values=cache)
         cache.rounds = True
-        for layer, block in enumerate(model.model.layers):
-            block.self_attn.register_forward_pre_hook(partial(with_mask, layer), with_kwargs=True)
-        positions = torch.arange(prompt, 256)[None]
+        cut_to_windows(model, ((0, 2), (1, 0), (3, 1)), first=prompt)
+        positions = torch.arange(prompt, N_CTX)[None]
         after = model(tokens[:, prompt:], past_key_values=cache, position_ids=positions).logits
-    after = after.log_softmax(-1)
-    moved = (before.exp() * (before - after)).sum(-1).numpy()  # [sequence pos]
     measured = trial.measure("chooses", plan)
-    for is_in, found in (
-        (trial._asked("chooses") & ~pieces.is_answer, measured.text_moved),
-        (pieces.is_answer, measured.needle_moved),
-    ):
-        # A token is predicted at the position before it.
-        means = [moved[row, :-1][where[prompt + 1 :]].mean() for row, where in enumerate(is_in)]
-        np.testing.assert_allclose(found, means, atol=1e-5)
-        assert found.min() > 1e-3
+    check_moves(trial, measured, before, after.log_softmax(-1), first=prompt)

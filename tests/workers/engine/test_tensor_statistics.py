@@ -36,7 +36,8 @@ def maybe(generator: torch.Generator, value: Any) -> Any:
     return value if torch.rand((), generator=generator) < 0.5 else None
 
 
-def test_they_are_those_of_the_pattern_in_two_hundred_shapes() -> None:
+@pytest.mark.parametrize("shapes", [50, pytest.param(200, marks=pytest.mark.long)])
+def test_they_are_those_of_the_pattern_in_many_shapes(shapes: int) -> None:
     generator = torch.Generator().manual_seed(7)
 
     def number(low: int, high: int) -> int:
@@ -45,7 +46,7 @@ def test_they_are_those_of_the_pattern_in_two_hundred_shapes() -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    for _ in range(200):
+    for _ in range(shapes):
         batch, kv_heads, group, n_ctx = number(1, 4), number(1, 4), number(1, 4), number(2, 70)
         heads, d_qk, d_v = kv_heads * group, number(1, 20), number(1, 20)
         q, k = normal(batch, heads, n_ctx, d_qk) * 3, normal(batch, kv_heads, n_ctx, d_qk)
