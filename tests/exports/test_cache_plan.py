@@ -102,7 +102,7 @@ def test_what_engines_are_told():
     assert told("vllm") == "--kv-cache-dtype auto"
     values = told("llama.cpp", Choice("", SHAPE.kv_heads, values="q4_0"))
     assert values == "--flash-attn on --cache-type-k f16 --cache-type-v q4_0"
-    of_all = told("mlx", Choice("", SHAPE.kv_heads, keys="affine4", values="affine4"))
+    of_all = told("mlx", Choice("", SHAPE.kv_heads, keys="mlx4", values="mlx4"))
     assert of_all == "--kv-bits 4 --kv-group-size 64 --quantized-kv-start 0"
 
 
