@@ -15,7 +15,7 @@ SCHEDULES ?= 20
 DEATHS ?= 200
 SEED ?= 0
 
-.PHONY: demo real test check long vllm bench precision scale chaos controls docs constraints clean
+.PHONY: demo real test check long vllm engines bench precision scale chaos controls docs constraints clean
 
 # Libraries arrive without bytecode, and each command would compile them anew. The others lead to libraries outside of .venv.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -97,6 +97,13 @@ vllm: .venv-vllm/.installed
 	$(BIN)/uv venv -q --clear --python 3.11 .venv-vllm
 	$(if $(PIP_FIND_LINKS),UV_FIND_LINKS=$(PIP_FIND_LINKS),UV_TORCH_BACKEND=cpu) \
 		$(BIN)/uv pip install -q --no-deps --python .venv-vllm -r $<
+	@touch $@
+
+# mlx-lm and llama.cpp, for tests/engines. The latter is compiled, which takes minutes.
+engines: .venv-mlx/.installed .venv-llama_cpp/.installed
+.venv-%/.installed: tests/engines/%.txt .venv/.tools
+	$(BIN)/uv venv -q --clear --python 3.11 .venv-$*
+	$(BIN)/uv pip install --no-deps --python .venv-$* -r $<
 	@touch $@
 
 bench: .venv/.tools

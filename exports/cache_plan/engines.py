@@ -1,9 +1,10 @@
 """What engines can do with a cache, and how one tells them.
 
-Where it stands: vLLM 0.25 `vllm/config/cache.py` (`cache_dtype`, `kv_cache_dtype_skip_layers`);
+Where it stands: vLLM `vllm/config/cache.py` (`cache_dtype`, `kv_cache_dtype_skip_layers`);
 llama.cpp `common/arg.cpp` (`--cache-type-k`, `--cache-type-v`, which needs `--flash-attn on`);
-mlx-lm `mlx_lm/generate.py` (`--kv-bits`, `--kv-group-size`, `--quantized-kv-start`); transformers
-`layer_types` and `sliding_window`; DuoAttention `load_attn_pattern`.
+mlx-lm `mlx_lm/generate.py` (`--kv-bits`, `--kv-group-size`, `--quantized-kv-start`), which reads
+2,048 tokens of a prompt before it quantises their cache; transformers `layer_types` and
+`sliding_window`; DuoAttention `load_attn_pattern`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from headcount.exports.cache_plan.plans import WHOLE, CachePlan, CacheShape, Choice, KVHead
 from headcount.exports.shared.registry import sparsity_of
-from headcount.workers.model.info.layer_types import layer_types_problem
+from headcount.workers.model.info.layer_types import has_sliding_layers, layer_types_problem
 from headcount.workers.model.model_info import ModelInfo
 
 Unit = Literal["KV head", "layer", "model"]
@@ -151,7 +152,7 @@ def _flags_of_mlx(plan: CachePlan, shape: CacheShape) -> str:
     name = plan.caches[0].keys
     if name == WHOLE:
         return ""
-    bits = name.removeprefix("affine")
+    bits = name.removeprefix("mlx")
     return f"--kv-bits {bits} --kv-group-size 64 --quantized-kv-start 0"
 
 
@@ -159,6 +160,12 @@ def _problem_of_blocks(info: ModelInfo, block: int) -> str | None:
     if info.d_head % block == 0:
         return None
     return f"heads of {info.d_head} numbers are not made of blocks of {block}"
+
+
+def _problem_of_mlx(info: ModelInfo) -> str | None:
+    if has_sliding_layers(Path(info.path)):
+        return "mlx-lm refuses to quantise the cache of layers with a window"
+    return _problem_of_blocks(info, block=64)
 
 
 def _alternatives(unit: Unit, names: tuple[str, ...]) -> Iterator[Alternative]:
@@ -214,11 +221,11 @@ ENGINES = {
             name="mlx",
             takes="one number of bits for all keys and values",
             alternatives=tuple(
-                Alternative("model", keys=name, values=name)
-                for name in ("affine8", "affine4", "affine2")
+                Alternative("model", keys=name, values=name) for name in ("mlx8", "mlx4", "mlx2")
             ),
+            reads_prompts=True,
             flags=_flags_of_mlx,
-            problem=partial(_problem_of_blocks, block=64),
+            problem=_problem_of_mlx,
         ),
     )
 }

@@ -11,6 +11,7 @@ class CacheFormat:
     bits: int  # of a stored number
     block: int | None = None  # numbers that share a scale; None: there is no scale
     bits_of_block: int = 0  # of what a block stores besides, such as its scale and its smallest
+    rotates: bool = False  # whether heads of a multiple of 64 numbers are rotated first
     like: str = ""  # what stores numbers so
 
     def bits_per_number(self, d_head: int) -> float:
@@ -30,11 +31,16 @@ CACHE_FORMATS = {
     each.name: each
     for each in (
         CacheFormat("fp8", 8, like="float8_e4m3fn with a scale of 1, as vLLM has it by default"),
-        CacheFormat("q8_0", 8, 32, 16, "whole numbers times a scale, as llama.cpp has them"),
-        CacheFormat("q4_0", 4, 32, 16, "the same in 4 bits"),
-        CacheFormat("affine8", 8, 64, 32, "levels between the smallest and the largest, as in MLX"),
-        CacheFormat("affine4", 4, 64, 32, "the same in 4 bits"),
-        CacheFormat("affine2", 2, 64, 32, "the same in 2 bits"),
+        CacheFormat(
+            "q8_0", 8, 32, 16, True, "whole numbers times a scale, as llama.cpp's cache has them"
+        ),
+        CacheFormat("q4_0", 4, 32, 16, True, "the same in 4 bits"),
+        CacheFormat("affine8", 8, 64, 32, like="levels from the smallest to the largest"),
+        CacheFormat("affine4", 4, 64, 32, like="the same in 4 bits"),
+        CacheFormat("affine2", 2, 64, 32, like="the same in 2 bits"),
+        CacheFormat("mlx8", 8, 64, 32, like="levels of which one is 0, as in MLX's cache"),
+        CacheFormat("mlx4", 4, 64, 32, like="the same in 4 bits"),
+        CacheFormat("mlx2", 2, 64, 32, like="the same in 2 bits"),
     )
 }
 """The formats by name. Scales and smallest numbers have 16 bits."""

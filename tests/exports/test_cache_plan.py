@@ -22,6 +22,7 @@ from headcount.workers.inputs.families.needles import VALUES
 from headcount.workers.interventions import bind
 from headcount.workers.model.info.description import find_model
 from tests.toys.commands import error_of, printed
+from tests.toys.gguf_files import write_gguf
 from tests.toys.toy_models import change_weights, copy_of, family, save_model
 from tests.toys.windowed_models import (
     N_CTX,
@@ -110,7 +111,7 @@ def test_what_engines_are_told():
     assert told("vllm") == "--kv-cache-dtype auto"
     values = told("llama.cpp", Choice("", SHAPE.kv_heads, values="q4_0"))
     assert values == "--flash-attn on --cache-type-k f16 --cache-type-v q4_0"
-    of_all = told("mlx", Choice("", SHAPE.kv_heads, keys="affine4", values="affine4"))
+    of_all = told("mlx", Choice("", SHAPE.kv_heads, keys="mlx4", values="mlx4"))
     assert of_all == "--kv-bits 4 --kv-group-size 64 --quantized-kv-start 0"
 
 
@@ -359,6 +360,25 @@ def test_what_cannot_be_planned_is_refused(words: str, message: str, home: Path)
     refused = error_of("cache-plan", "bundled:llama-mini", "-o", home / "refused", *words.split())
     assert message in refused
     assert not (home / "refused").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["mlx", "transformers"])
+def test_engines_that_read_directories_are_given_no_gguf_file(engine: str, home: Path):
+    file = write_gguf(home / f"{engine}.gguf", find_model("bundled:llama-mini"))
+    words = ("-o", home / "refused", "--loss", 1, "--engine", engine)
+    refused = error_of("cache-plan", file, *words)
+    assert "expected a directory with a config.json, as this engine reads it, got a GGUF" in refused
+
+
+@pytest.mark.long
+def test_mlx_lm_is_given_no_model_with_windows(home: Path):
+    sizes = {"num_hidden_layers": 2, "head_dim": 64, "vocab_size": 257, "sliding_window": 32}
+    types = ["sliding_attention", "full_attention"]
+    save_model(home / "gemma", family("Gemma3TextConfig", layer_types=types, **sizes))
+    words = ("-o", home / "refused", "--loss", 1, "--engine", "mlx")
+    refused = error_of("cache-plan", home / "gemma", *words)
+    assert "mlx-lm refuses to quantise the cache of layers with a window" in refused
 
 
 @pytest.mark.long

@@ -542,6 +542,16 @@ def as_q4_0(row: Array) -> Array:
     return (np.clip(np.floor(row / scale + 8.5), 0, 15) - 8) * float(np.float16(scale))
 
 
+def as_mlx(row: Array, bits: int) -> Array:
+    """Whole steps from the end that is farther from 0, which is a whole number of them away."""
+    far = row[np.abs(row).argmax()]
+    width = row.max() - row.min()
+    levels = 2**bits - 1
+    steps_to_0 = np.round(abs(far) * levels / width)
+    step = -far / steps_to_0
+    return far + step * np.clip(np.round((row - far) / step), 0, levels)
+
+
 STORED: dict[str, Callable[[Array], Array]] = {
     "fp8": as_fp8,
     "q8_0": as_q8_0,
@@ -549,6 +559,9 @@ STORED: dict[str, Callable[[Array], Array]] = {
     "affine8": lambda row: quantised(row, 8),
     "affine4": lambda row: quantised(row, 4),
     "affine2": lambda row: quantised(row, 2),
+    "mlx8": lambda row: as_mlx(row, 8),
+    "mlx4": lambda row: as_mlx(row, 4),
+    "mlx2": lambda row: as_mlx(row, 2),
 }
 """Heads of toys are narrower than any block."""
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from headcount.workers.model.info.bundled_models import BUNDLED
 from tests import ROOT
 from tests.toys.commands import printed
 from tests.toys.toy_models import gpt2, save_model
+from tests.toys.wide_llama import wide_llama
 
 INTERPRETER = ROOT / ".venv-vllm/bin/python"
 
@@ -47,8 +48,8 @@ ENVIRONMENT = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, and folders `MODEL-STRATEGY` with the scales of each."""
     home = tmp_path_factory.mktemp("vllm")
-    wide_llama(home / "llama", keys=1)
-    wide_llama(home / "loud", keys=LOUD)
+    wide_llama(home / "llama", 2)
+    wide_llama(home / "loud", 2, keys=LOUD)
     save_model(home / "gpt2", gpt2(vocab_size=257, n_positions=256, n_embd=64, n_head=2))
     for file in BUNDLED["llama-mini"].glob("tokenizer*"):
         shutil.copy(file, home / "gpt2")
@@ -59,30 +60,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [home / f"runs-{model}", "--model", home / model, *OF_TEXT, "--strategy", strategy]
         printed("export", "fp8-kv-checkpoint", *words, "-o", folder)
     return home
-
-
-def wide_llama(folder: Path, keys: float) -> None:
-    """The bundled Llama with heads twice as wide, the least that vLLM's 8-bit cache takes on a CPU,
-    with larger keys, and queries as much smaller: the same function.
-    """
-    bundled = BUNDLED["llama-mini"]
-    config = json.loads((bundled / "config.json").read_text())
-    d_head, tensors = config["head_dim"], load_file(bundled / "model.safetensors")
-    # Rotary pair j of 8 becomes pair 2j of 16, which turns as fast; the others are zero. Scores are
-    # divided by the root of the width.
-    factors = {"q": np.sqrt(2) / keys, "k": keys, "v": 1.0}
-    for name, weight in tensors.items():
-        projection = name.split(".")[-2]
-        if projection in ("q_proj", "k_proj", "v_proj"):
-            wide = np.zeros((len(weight) // d_head, 2 * d_head, weight.shape[1]), np.float32)
-            wide[:, ::2] = weight.reshape(-1, d_head, weight.shape[1]) * factors[projection[0]]
-            tensors[name] = wide.reshape(-1, weight.shape[1])
-        elif projection == "o_proj":
-            tensors[name] = np.zeros((len(weight), 2 * weight.shape[1]), np.float32)
-            tensors[name][:, ::2] = weight
-    shutil.copytree(bundled, folder)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"head_dim": 2 * d_head}))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Keys and values as a cache stores them: rounded to a number format, and read back."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -13,10 +14,18 @@ from headcount.schemas.statistics.effects import quantised
 from headcount.schemas.values import Index
 from headcount.workers.interventions.intervention_registry import intervention
 from headcount.workers.interventions.streaming import GroupCount, Groups, problem_of_groups
+from headcount.workers.model.model import at_least_float32
 
-FormatName = Literal["fp8", "q8_0", "q4_0", "affine8", "affine4", "affine2"]
+FormatName = Literal[
+    "fp8", "q8_0", "q4_0", "affine8", "affine4", "affine2", "mlx8", "mlx4", "mlx2"
+]  # fmt: skip
 
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
+
+LEAST_ROTATED = 64
+"""Numbers that llama.cpp rotates together: of values so many, of keys the largest power of two that
+makes up a head (`build_input_k_rot` and `build_input_v_rot` in its llama-kv-cache.cpp).
+"""
 
 
 def _fp8(x: Tensor) -> Tensor:
@@ -40,6 +49,22 @@ def _q4_0(x: Tensor) -> Tensor:
     return ((x * inverse + 8.5).floor().clamp(0, 15) - 8) * stored_scale
 
 
+def _mlx(x: Tensor, bits: int) -> Tensor:
+    """Levels from the end e that is farther from 0, at a step that has 0 among them: the other end
+    may be beyond the last one. round((x - e) / s) s + e, s = e / round(e n / (max - min)), n =
+    2^bits - 1.
+    """
+    steps = 2**bits - 1
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    step = ((high - low) / steps).clamp(min=1e-7)
+    is_low = low.abs() > high.abs()
+    step, end = torch.where(is_low, step, -step), torch.where(is_low, low, high)
+    count = (end / step).round()
+    step = torch.where(count == 0, step, end / count)
+    end = torch.where(count == 0, 0, end)
+    return ((x - end) / step).round().clamp(0, steps) * step + end
+
+
 STORE: dict[FormatName, Callable[[Tensor], Tensor]] = {
     "fp8": _fp8,
     "q8_0": _q8_0,
@@ -47,17 +72,43 @@ STORE: dict[FormatName, Callable[[Tensor], Tensor]] = {
     "affine8": partial(quantised, bits=8),
     "affine4": partial(quantised, bits=4),
     "affine2": partial(quantised, bits=2),
+    "mlx8": partial(_mlx, bits=8),
+    "mlx4": partial(_mlx, bits=4),
+    "mlx2": partial(_mlx, bits=2),
 }
 """What a format makes of blocks of numbers, along the last axis."""
 
 
-def stored(x: Tensor, number_format: FormatName) -> Tensor:
-    """x `[… d_head]` as it is read back, block by block. A head narrower than a block is one."""
+def stored(x: Tensor, number_format: FormatName, rotated: int) -> Tensor:
+    """x `[… d_head]` as it is read back, block by block. A head narrower than a block is one.
+
+    A format of llama.cpp first rotates each `rotated` numbers, if a head is made of these.
+    """
+    if not CACHE_FORMATS[number_format].rotates or x.shape[-1] % rotated:
+        return _in_blocks(x, number_format)
+    wide = at_least_float32(x).unflatten(-1, (-1, rotated))
+    rotation = hadamard(rotated, wide)
+    return (_in_blocks(wide @ rotation, number_format) @ rotation).flatten(-2).to(x.dtype)
+
+
+def _in_blocks(x: Tensor, number_format: FormatName) -> Tensor:
     block = CACHE_FORMATS[number_format].block
     width = x.shape[-1]
     if block is None or width <= block or width % block:
         return STORE[number_format](x)
     return STORE[number_format](x.unflatten(-1, (-1, block))).flatten(-2)
+
+
+def hadamard(size: int, like: Tensor) -> Tensor:
+    """The rotation `[size size]` of ±1/√size that is its own inverse; `size` is a power of two.
+
+    >>> hadamard(4, torch.ones(1)).tolist()[3]
+    [0.5, -0.5, -0.5, 0.5]
+    """
+    rotation = like.new_ones(1, 1)
+    while len(rotation) < size:
+        rotation = torch.kron(like.new_tensor([[1, 1], [1, -1]]), rotation)
+    return rotation / math.sqrt(size)
 
 
 def _refused(options: Mapping[str, Any], n_ctx: int) -> str | None:
@@ -81,7 +132,10 @@ def store_keys(
     them, after any rotation; those of the first `whole` positions are not. `groups` and `chosen`
     are as in stream_groups.
     """
-    return _rounded(rot_k, layer, number_format, whole, groups, chosen)
+    width = rot_k.shape[-1]
+    # The largest power of two that divides the width.
+    rotated = max(LEAST_ROTATED, width & -width)
+    return _rounded(rot_k, layer, number_format, rotated, whole, groups, chosen)
 
 
 @intervention(refuse=_refused)
@@ -95,11 +149,17 @@ def store_values(
     chosen: Groups,
 ) -> Tensor:
     """What store_keys does to keys, for values."""
-    return _rounded(v, layer, number_format, whole, groups, chosen)
+    return _rounded(v, layer, number_format, LEAST_ROTATED, whole, groups, chosen)
 
 
 def _rounded(
-    x: Tensor, layer: int, number_format: FormatName, whole: int, groups: int, chosen: str
+    x: Tensor,
+    layer: int,
+    number_format: FormatName,
+    rotated: int,
+    whole: int,
+    groups: int,
+    chosen: str,
 ) -> Tensor:
     n_heads = x.shape[2]
     members = {group for of_layer, group in groups_of(groups, chosen) if of_layer == layer}
@@ -107,5 +167,5 @@ def _rounded(
     if not heads:
         return x
     changed = x.clone()
-    changed[:, whole:, heads] = stored(x[:, whole:, heads], number_format)
+    changed[:, whole:, heads] = stored(x[:, whole:, heads], number_format, rotated)
     return changed

@@ -90,8 +90,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "stream_heads": ("(1,4,L0H1,L1H0,L1H2)",),
     "stream_other_heads": ("(2,4,L0H3,L1H0,L1H1)",),
     "stream_groups": ("(1,4,2,x21)", "(0,5,1,x01)"),
-    "store_keys": ("(affine4,2,2,x21)", "(q4_0,0,1,x11)", "(fp8,0,1,x01)"),
-    "store_values": ("(affine2,1,2,x12)", "(q8_0,0,1,x11)", "(fp8,3,1,x11)", "(affine8,0,1,x1)"),
+    "store_keys": ("(affine4,2,2,x21)", "(q4_0,0,1,x11)", "(fp8,0,1,x01)", "(mlx4,0,1,x11)"),
+    "store_values": (
+        "(affine2,1,2,x12)", "(q8_0,0,1,x11)", "(fp8,3,1,x11)", "(affine8,0,1,x1)",
+        "(mlx2,0,1,x11)", "(mlx8,0,1,x11)",
+    ),
     "zero_massive_activations": ("(0,1.5,2)",),
     "set_massive_activation": ("(0,5,-20)", "(1,31,7.5,3)"), "ideal_backcopy": ("(0,2)",),
     "ideal_induction": ("(1,1)",), "blend_first_position": ("(0.3)",),

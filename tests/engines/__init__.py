@@ -1,0 +1,1 @@
+"""Plans of caches in the engines that they are for, each in an environment of its own."""
