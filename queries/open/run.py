@@ -14,8 +14,9 @@ from headcount.schemas.errors import QueryError, RunError, StoreError, unknown
 from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, check_merged, find_runs, pc
-from headcount.schemas.filled_tables import OF_MERGED, WORDS
+from headcount.schemas.filled_tables import OF_MERGED, WORDS, carried_columns, columns_of
 from headcount.schemas.places import Place, absolute, read_as
+from headcount.schemas.tables import Column
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,20 @@ class Run:
     def scan(self) -> dict[str, Any]:
         """The resolved scan."""
         return self.manifest.identity.get("scan", {})
+
+    @property
+    def carried(self) -> dict[str, dict[str, Column]]:
+        """The columns that carry fields of its documents, by table and name."""
+        return carried_columns(self.scan.get("input", {}).get("columns") or [])
+
+    @cached_property
+    def own_columns(self) -> dict[str, list[str]]:
+        """The columns that not every run has, sorted, by table."""
+        measured = columns_of(self.manifest.kinds)
+        return {
+            table: sorted({*columns, *self.carried.get(table, ())})
+            for table, columns in measured.items()
+        }
 
 
 def _shards_of(damaged: list[Damage]) -> list[int]:

@@ -13,7 +13,7 @@ from headcount.queries.open.descriptions import TEXTS
 from headcount.queries.open.run import Run
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import holds_whole_shard, pc
-from headcount.schemas.filled_tables import FILLINGS, carried_columns, columns_of
+from headcount.schemas.filled_tables import FILLINGS, columns_of
 from headcount.schemas.scans.training_step import training_step
 from headcount.schemas.tables import Column
 
@@ -49,8 +49,7 @@ def measured_columns(runs: list[Run]) -> dict[str, dict[str, Column]]:
     """The columns that some run measured or carries from its corpus, by table and name."""
     columns = columns_of({kind.field: formulas(runs, kind.field) for kind in FILLINGS})
     for run in runs:
-        fields = run.scan.get("input", {}).get("columns") or []
-        for table, carried in carried_columns(fields).items():
+        for table, carried in run.carried.items():
             columns[table] |= carried
     return columns
 

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 
 from headcount.queries.open.run import Run
-from headcount.queries.open.run_tables import measured_columns
 from headcount.queries.open.sql_text import quoted_name, text_literal
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.tables import HEADS, PARTITION_NAMES, SEQUENCES, Table
@@ -41,8 +40,7 @@ def source_sql(source: Source, runs: list[Run]) -> str:
     files_by_columns: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         files = run.files(table.name, source.unrolled)
-        measured = tuple(sorted(measured_columns([run])[table.name]))
-        files_by_columns.setdefault(measured, []).extend(files)
+        files_by_columns.setdefault(tuple(run.own_columns[table.name]), []).extend(files)
     for columns, files in sorted(files_by_columns.items()):
         if files:
             names = ", ".join(map(quoted_name, [*PARTITION_NAMES, *table.own, *columns]))
