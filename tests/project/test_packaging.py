@@ -200,6 +200,7 @@ def test_the_wheel_works_in_an_empty_environment(installed: Path, tmp_path: Path
 
 ELSEWHERE = {
     *(ROOT / "tests" / tool / "compare.py" for tool in ("kvpress", "vllm")),
+    *(ROOT / "tests" / "engines").glob("*_losses.py"),
     *(ROOT / "benchmarks" / "real_models" / name for name in ("passkeys.py", "cache_rivals.py")),
 }
 """What runs in environments of its own."""
