@@ -578,6 +578,28 @@ def test_p_of_few_documents_and_of_documents_that_agree(
     assert database.rows(f"SELECT two_sided_p({test})") == [(p,)]
 
 
+@pytest.mark.parametrize("step", [0, 1e-5])
+def test_documents_that_agree_have_no_error_and_others_have_theirs(
+    database: RunDatabase, step: float
+) -> None:
+    """Where sums of squares cancel, rounding is larger than nothing."""
+    values = np.float32([0.3 + 0.1 * number for number in range(6)])
+    rows = [
+        (name, document, value + np.float32(step * (document % 2)))
+        for name, value in enumerate(values)
+        for document in range(769)
+    ]
+    table = ", ".join(f"({name}, {document}, {value}::FLOAT)" for name, document, value in rows)
+    found = database.rows(
+        "SELECT name, document_error(sums) FROM (SELECT name, document_sums(value, document) AS "
+        f"sums FROM (VALUES {table}) AS rows (name, document, value) GROUP BY name, document) "
+        "GROUP BY name ORDER BY name"
+    )
+    for name, error in found:
+        of_name = np.array([value for other, _, value in rows if other == name], float)
+        assert error == pytest.approx(of_name.std(ddof=1) / 769**0.5, rel=1e-2, abs=0)
+
+
 DOCUMENTS = (0, 0, 1, 2, 2, 2, 3, 4, 5, 5)
 STRENGTHS = (0, 0.02, 0.3, 0.5, 0.5, 0.8)
 
