@@ -583,7 +583,7 @@ def test_documents_that_agree_have_no_error_and_others_have_theirs(
     database: RunDatabase, step: float
 ) -> None:
     """Where sums of squares cancel, rounding is larger than nothing."""
-    values = np.float32([0.3 + 0.1 * number for number in range(6)])
+    values = np.array([0.3 + 0.1 * number for number in range(6)], np.float32)
     rows = [
         (name, document, value + np.float32(step * (document % 2)))
         for name, value in enumerate(values)
