@@ -106,11 +106,11 @@ class Run:
         return carried_columns(self.scan.get("input", {}).get("columns") or [])
 
     @cached_property
-    def own_columns(self) -> dict[str, list[str]]:
+    def own_columns(self) -> dict[str, tuple[str, ...]]:
         """The columns that not every run has, sorted, by table."""
         measured = columns_of(self.manifest.kinds)
         return {
-            table: sorted({*columns, *self.carried.get(table, ())})
+            table: tuple(sorted({*columns, *self.carried.get(table, ())}))
             for table, columns in measured.items()
         }
 

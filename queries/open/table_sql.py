@@ -40,7 +40,7 @@ def source_sql(source: Source, runs: list[Run]) -> str:
     files_by_columns: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         files = run.files(table.name, source.unrolled)
-        files_by_columns.setdefault(tuple(run.own_columns[table.name]), []).extend(files)
+        files_by_columns.setdefault(run.own_columns[table.name], []).extend(files)
     for columns, files in sorted(files_by_columns.items()):
         if files:
             names = ", ".join(map(quoted_name, [*PARTITION_NAMES, *table.own, *columns]))
