@@ -9,8 +9,13 @@ from http.client import HTTPException
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from headcount.schemas import places
-from headcount.schemas.places import Place, StorePath, listed
+from headcount.schemas.object_stores import (
+    PROBE_SECONDS,
+    address_of,
+    listed,
+    region_and_endpoint,
+)
+from headcount.schemas.places import READINGS, Place, StorePath
 
 CLOCK_TICK_SECONDS = 2.0  # a store tells its time in whole seconds
 
@@ -38,9 +43,8 @@ def _seconds_ahead(file: Place) -> float:
     """
     there: float | None = None
     if isinstance(file, StorePath):
-        there = _date_of(
-            places.address_of(file.url.partition("://")[0], *places.region_and_endpoint())
-        )
+        scheme = file.url.partition("://")[0]
+        there = _date_of(address_of(scheme, *region_and_endpoint()))
     else:
         with suppress(OSError), tempfile.TemporaryFile(dir=file.parent) as probe:
             probe.write(b"1")
@@ -55,9 +59,9 @@ def _date_of(address: str) -> float | None:
     """The time that two answers of a store agree on: one that is cut has none, or any."""
     url = address if "://" in address else f"http://{address}"
     before: float | None = None
-    for _ in range(places.READINGS):
+    for _ in range(READINGS):
         date = _date_in_answer(url)
-        if date is not None and before is not None and 0 <= date - before <= places.PROBE_SECONDS:
+        if date is not None and before is not None and 0 <= date - before <= PROBE_SECONDS:
             return date
         before = date
     return None
@@ -66,7 +70,7 @@ def _date_of(address: str) -> float | None:
 def _date_in_answer(url: str) -> float | None:
     """The time in an answer of a store, of which any will do."""
     try:
-        with urlopen(Request(url, method="HEAD"), timeout=places.PROBE_SECONDS) as answer:
+        with urlopen(Request(url, method="HEAD"), timeout=PROBE_SECONDS) as answer:
             date = answer.headers["Date"]
     except HTTPError as refusal:
         date = refusal.headers["Date"]

@@ -6,8 +6,9 @@ from headcount.schemas.errors import SilentStoreError, WriteError
 
 ATTEMPTS = 10
 """Repetitions of a request that a store refuses for now: 26 s of pauses in all, each twice as long
-as the one before. If nothing answers at all, each attempt also waits for `places.REQUEST_SECONDS`:
-three minutes in all to read and four to write, so that a store may stand still for two.
+as the one before. If nothing answers at all, each attempt also waits for
+`object_stores.REQUEST_SECONDS`: three minutes in all to read and four to write, so that a store may
+stand still for two.
 """
 
 SILENCE = re.compile(r"AWS Error NETWORK_CONNECTION during \w+ operation: ([^;]*).*")

@@ -12,16 +12,8 @@ from functools import cache
 from typing import Any
 
 from headcount.schemas.errors import SilentStoreError
-from headcount.schemas.places import (
-    CONNECT_SECONDS,
-    REQUEST_SECONDS,
-    Place,
-    StorePath,
-    explained,
-    region_and_endpoint,
-    temporary_file,
-    write_whole,
-)
+from headcount.schemas.object_stores import CONNECT_SECONDS, REQUEST_SECONDS, region_and_endpoint
+from headcount.schemas.places import Place, StorePath, explained, temporary_file, write_whole
 from headcount.schemas.reasons import reason
 
 

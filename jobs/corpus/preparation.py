@@ -25,7 +25,8 @@ from headcount.jobs.console import duration, say
 from headcount.jobs.job_state import StateTeller
 from headcount.jobs.metrics import TOKENS_PREPARED, node_name
 from headcount.schemas.errors import HeadcountError, RunError, counted, printable
-from headcount.schemas.places import Place, absolute, place, wait_for_store
+from headcount.schemas.object_stores import wait_for_store
+from headcount.schemas.places import Place, absolute, place
 from headcount.schemas.reasons import reason
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.corpus.documents import content_bytes_of

@@ -20,7 +20,7 @@ from headcount.jobs.run.replicas import InHand, ReplicaPlace
 from headcount.jobs.run.schedule import DEPTH
 from headcount.schemas.errors import RunError, SilentStoreError
 from headcount.schemas.files.commit import Commit, Failure
-from headcount.schemas.places import wait_for_store
+from headcount.schemas.object_stores import wait_for_store
 from headcount.schemas.plugins import activate
 from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput

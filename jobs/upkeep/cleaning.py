@@ -11,7 +11,8 @@ from headcount.schemas.errors import counted
 from headcount.schemas.files.commits import delete
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.filled_tables import TABLES
-from headcount.schemas.places import Place, listed, names
+from headcount.schemas.object_stores import listed
+from headcount.schemas.places import Place, names
 
 GRACE = timedelta(hours=1)
 """How long files stay in a store after they were written, and after a segment ceased to name them.

@@ -30,14 +30,8 @@ from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc
 from headcount.schemas.filled_tables import OF_MERGED, TABLES
 from headcount.schemas.histogram_bins import Axis
-from headcount.schemas.places import (
-    StorePath,
-    open_at_once,
-    settle,
-    unread,
-    wait_for_store,
-    write_whole,
-)
+from headcount.schemas.object_stores import wait_for_store
+from headcount.schemas.places import StorePath, open_at_once, settle, unread, write_whole
 from headcount.schemas.reasons import reason
 from headcount.schemas.tables import (
     HEADS,

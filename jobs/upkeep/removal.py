@@ -13,7 +13,8 @@ from headcount.jobs import phases
 from headcount.jobs.lock import locked
 from headcount.schemas.errors import RunError
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
-from headcount.schemas.places import Place, absolute, delete_directory, is_directory, names, settle
+from headcount.schemas.object_stores import delete_directory
+from headcount.schemas.places import Place, absolute, is_directory, names, settle
 from headcount.schemas.reasons import reason
 
 

@@ -17,7 +17,8 @@ from headcount.queries.open.run import Run, read_run
 from headcount.queries.open.verified_files import CLOCK_TICK_SECONDS
 from headcount.schemas.files.damage import data_folders
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import Place, StorePath, listed, stats, unread
+from headcount.schemas.object_stores import listed
+from headcount.schemas.places import Place, StorePath, stats, unread
 
 Fingerprint: TypeAlias = tuple[int, int]
 """Tells two states of a file or directory apart: how many entries it has, and a digest of them."""

@@ -25,7 +25,15 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from pyarrow.fs import FileSystem
 
 from headcount.schemas.files.run_directory import pc
-from headcount.schemas.places import StorePath, listed, object_info, read_at, tag_of
+from headcount.schemas.object_stores import (
+    filesystem_of,
+    listed,
+    object_info,
+    open_content,
+    read_at,
+    tag_of,
+)
+from headcount.schemas.places import StorePath
 
 VERSION_DIGITS = 7
 """Hexadecimal digits of a digest that tell two contents of a file apart, as seconds since 1970.
@@ -158,7 +166,7 @@ class _Store(ArrowFSWrapper):
 
         Pages of two versions of a file would otherwise be read as one.
         """
-        file = self.place(key).open_content()
+        file = open_content(self.place(key))
         tag = tag_of(file)
         # The tag that was seen first stays for as long as the runs are open.
         if file.size() != expected_size or self._tags.setdefault(key, tag) != tag:
@@ -191,4 +199,4 @@ def register_stores(
 ) -> None:
     """Let a connection read the stores that runs lie in. The mapping may grow later."""
     for scheme, store in {run.url.partition("://")[0]: run for run in runs}.items():
-        connection.register_filesystem(_Store(store.filesystem, scheme, committed))
+        connection.register_filesystem(_Store(filesystem_of(store), scheme, committed))

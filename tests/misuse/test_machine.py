@@ -95,8 +95,8 @@ WAITED_FOR = {
     "headcount.jobs.cluster.ray_cluster.CONNECT_SECONDS": 0.3,
     "headcount.jobs.cluster.ray_cluster.JOIN_SECONDS": 0.3,
     "headcount.jobs.cluster.submission.CONNECT_SECONDS": 0.3,
-    "headcount.schemas.places.PROBE_SECONDS": 0.3,
-    "headcount.schemas.places.PROBING_SECONDS": 0.5,
+    "headcount.schemas.object_stores.PROBE_SECONDS": 0.3,
+    "headcount.schemas.object_stores.PROBING_SECONDS": 0.5,
 }
 """What ends the waiting, and seconds that a test can wait."""
 

@@ -120,6 +120,7 @@ HARD_ROOMS = (
 
 HOW_THINGS_ARE_READ = (
     "headcount.schemas.fingerprints",
+    "headcount.schemas.object_stores",
     "headcount.schemas.places",
     "headcount.schemas.plugin_files",
     "headcount.schemas.scans.scan_file",
@@ -138,7 +139,7 @@ ONLY_IN = {
     "aiohttp": ("queries/explore/server.py",),
     "datasets": ("workers/inputs/corpus/documents.py", "reproduce/published_texts.py"),
     "duckdb": ("queries/",),
-    "fsspec": ("queries/open/stores.py", "schemas/places.py"),
+    "fsspec": ("queries/open/stores.py", "schemas/object_stores.py"),
     "huggingface_hub": ("workers/model/info/description.py", "reproduce/published_texts.py"),
     "jinja2": ("queries/report/html_page.py",),
     "psutil": ("jobs/cluster/ray_cluster.py", "workers/memory.py"),

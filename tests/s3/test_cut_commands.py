@@ -15,7 +15,8 @@ from headcount.jobs import phases
 from headcount.jobs.run.loop import missing_shards
 from headcount.schemas.errors import RunError, StoreError
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import StorePath, matching, names, place, sizes, write_whole
+from headcount.schemas.object_stores import matching
+from headcount.schemas.places import StorePath, names, place, sizes, write_whole
 from headcount.workers.inputs.store.stored_corpora import remove_corpus
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.committed_rows import compare, rows_of

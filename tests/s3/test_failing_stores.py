@@ -19,7 +19,7 @@ from headcount.jobs.plan.plan import Plan
 from headcount.jobs.run.loop import missing_shards
 from headcount.jobs.upkeep.merged_files import Group, merge_group
 from headcount.jobs.upkeep.removal import check_removable
-from headcount.schemas import places
+from headcount.schemas import object_stores
 from headcount.schemas.errors import RunError, SilentStoreError, StoreError, WriteError
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.run_directory import RunDirectory, find_runs
@@ -125,7 +125,7 @@ def test_a_worker_waits_longer_for_a_store_than_a_command(
     work = begun_work()
     hurry(monkeypatch, PROBE_SECONDS=0.2, PROBING_SECONDS=0.4)
     # As in a process that has asked for nothing yet.
-    places._filesystem.cache_clear()
+    object_stores._filesystem.cache_clear()
     runs = place("s3://bucket/runs")
     assert isinstance(runs, StorePath)
     with ThreadPoolExecutor(1) as pool, store.standing_still():
@@ -140,7 +140,7 @@ def test_a_store_that_never_answers_ends_a_run_at_its_first_shard(
     store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurry(monkeypatch, ATTEMPTS=1)
-    places._filesystem.cache_clear()
+    object_stores._filesystem.cache_clear()
     plan = plan_in("s3://bucket/silent")
     store.set_rules(Rule({"cut": "before"}, "/heads/", "PUT", skip=2, count=None))
     line = (

@@ -34,7 +34,8 @@ from headcount.schemas.errors import CorpusError, QueryError, RunError
 from headcount.schemas.files.commit import Commit, Failure
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.run_directory import find_runs, shard_file_name
-from headcount.schemas.places import StorePath, matching, names, place, write_whole
+from headcount.schemas.object_stores import filesystem_of, matching
+from headcount.schemas.places import StorePath, names, place, write_whole
 from headcount.workers.shard import run_shard
 from tests.s3.s3_server import Rule, S3Server
 from tests.tools.workers import joined_cluster
@@ -222,7 +223,7 @@ def test_two_contents_of_an_object_are_never_read_as_one(store: S3Server, tmp_pa
     file = write_to_store(tmp_path, "two", sequences=2, per_shard=2) / "manifest.json"
     content = file.read_bytes()
     committed = CommittedObject(len(content), datetime.fromtimestamp(0, UTC))
-    files = _Store(file.filesystem, "s3", {file.key: committed})
+    files = _Store(filesystem_of(file), "s3", {file.key: committed})
     with closing(files.open(str(file))) as opened:
         assert (opened.read(5), opened.read()) == (content[:5], content[5:])
     # Of the same size.

@@ -32,7 +32,8 @@ from headcount.jobs.run.measuring import run_to_end
 from headcount.jobs.upkeep.compaction import compact
 from headcount.schemas.errors import HeadcountError
 from headcount.schemas.files.run_directory import RunDirectory
-from headcount.schemas.places import names, place, region_and_endpoint
+from headcount.schemas.object_stores import region_and_endpoint
+from headcount.schemas.places import names, place
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.first_write import _s3_client
 from tests.s3.s3_server import Action, Rule, S3Server

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from headcount.schemas import places, reasons
+from headcount.schemas import object_stores, places, reasons
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import StorePath, place, write_whole
 from tests.s3.s3_server import S3Server
@@ -18,15 +18,15 @@ def object_store(patch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     with S3Server() as server:
         for name, value in server.env().items():
             patch.setenv(name, value)
-        places._filesystem.cache_clear()
+        object_stores._filesystem.cache_clear()
         yield server
-    places._filesystem.cache_clear()
+    object_stores._filesystem.cache_clear()
 
 
 def hurry(patch: pytest.MonkeyPatch, **waits: float) -> None:
-    """Let this process wait less for a store than `schemas.places` says, or repeat less."""
+    """Let this process wait less for a store than `schemas.object_stores` says, or repeat less."""
     for name, value in waits.items():
-        for module in (places, reasons):
+        for module in (object_stores, places, reasons):
             if hasattr(module, name):
                 patch.setattr(module, name, value)
 

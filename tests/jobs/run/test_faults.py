@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headcount.schemas.places import REQUEST_SECONDS
+from headcount.schemas.object_stores import REQUEST_SECONDS
 from tests.tools.chaos import (
     FAULTS_BY_NAME,
     Life,

@@ -7,7 +7,8 @@ from typing import Literal
 
 from headcount.schemas.errors import CorpusError, ScanError, printable
 from headcount.schemas.files.input_files import check_real_path, check_regular
-from headcount.schemas.places import StorePath, matching, place
+from headcount.schemas.object_stores import matching
+from headcount.schemas.places import StorePath, place
 from headcount.schemas.reasons import reason
 from headcount.schemas.values import Count, Index, TokenId
 from headcount.workers.inputs.corpus.corpus import Corpus, CountedTokens, ReplacedToken

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 
 from headcount.schemas.errors import CorpusError, RunError, printable
 from headcount.schemas.files.input_files import open_input
-from headcount.schemas.places import StorePath, listed, object_info, place
+from headcount.schemas.object_stores import listed, object_info
+from headcount.schemas.places import StorePath, place
 from headcount.schemas.reasons import reason
 from headcount.workers.inputs.corpus.documents import (
     CHANGED,

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from headcount.schemas.errors import CorpusError, RunError, printable, unknown
-from headcount.schemas.places import Place, delete_directory, listed, names, stats
+from headcount.schemas.object_stores import delete_directory, listed
+from headcount.schemas.places import Place, names, stats
 from headcount.schemas.reasons import reason
 from headcount.workers.inputs.corpus.documents import Source
 from headcount.workers.inputs.store.preparation import is_whole
