@@ -31,7 +31,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from headcount import commands
     from headcount.jobs.endings import ended_in_lines
-    from headcount.workers.process import collect_garbage_rarely
+    from headcount.schemas.process import collect_garbage_rarely
 
     # Before anything large is imported.
     collect_garbage_rarely()

@@ -33,7 +33,7 @@ from types import FrameType
 from typing import Literal, NoReturn
 
 from headcount.schemas.errors import HeadcountError, printable
-from headcount.schemas.unending import UNENDING
+from headcount.schemas.process import UNENDING
 
 CONTINUABLE = (
     "scan", "resume", "compact", "reproduce", "calibrate", "export", "cache-plan", "watch",

@@ -8,8 +8,7 @@ import logging
 import os
 import sys
 
-OBJECTS_BETWEEN_COLLECTIONS = 20_000
-"""How many more objects there must be before Python looks for garbage again; 700 by default."""
+from headcount.schemas.process import collect_garbage_rarely
 
 CSV_FIELD_CHARACTERS = 1 << 28
 """Characters of a field of a CSV file: a text may be longer than the 128 KiB that Python allows.
@@ -46,16 +45,6 @@ def prepare_process(threads: int | None = None) -> None:
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-
-
-def collect_garbage_rarely() -> None:
-    """Have Python look for garbage less often.
-
-    The libraries make a million objects that stay, and the collector would look through them
-    dozens of times while they are imported: a quarter of the time that this takes. Objects without
-    cycles, such as tensors, are freed at once in any case.
-    """
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
 
 def _leave_all_objects() -> None:

@@ -74,7 +74,7 @@ def status(
     from rich.text import Text
 
     from headcount.jobs.upkeep.status import as_lines
-    from headcount.schemas.files.arrow_values import use_arrow_sparingly
+    from headcount.schemas.process import use_arrow_sparingly
 
     use_arrow_sparingly()
     directory = run_directory(run, runs)
@@ -162,8 +162,8 @@ def list_runs(
         print_terms(known_names(runs))
         return
     from headcount.jobs.upkeep.status import HEADINGS, Status, as_row, read_statuses
-    from headcount.schemas.files.arrow_values import use_arrow_sparingly
     from headcount.schemas.places import absolute
+    from headcount.schemas.process import use_arrow_sparingly
 
     use_arrow_sparingly()
     jobs: list[Job] = []

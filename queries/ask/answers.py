@@ -21,7 +21,7 @@ from headcount.queries.open.limits import spill_directory
 from headcount.queries.open.opened_runs import OpenedRuns, is_of_gone_file
 from headcount.queries.open.sql_text import quoted_name
 from headcount.schemas.errors import QueryError, unknown_among
-from headcount.schemas.unending import UNENDING
+from headcount.schemas.process import UNENDING
 
 BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
 ATTEMPTS = 20  # how often a query is asked whose files are merged before it has read them

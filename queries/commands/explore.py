@@ -50,7 +50,7 @@ def explore(
         from headcount.queries.explore.query_engine import Engine
         from headcount.queries.explore.server import LOCAL_NAMES, serve
         from headcount.queries.open.limits import check_memory
-        from headcount.schemas.files.arrow_values import leave_pandas_out
+        from headcount.schemas.process import leave_pandas_out
 
     leave_pandas_out()
     memory = check_memory(memory)

@@ -303,7 +303,7 @@ def views(
     DuckDB shell. The same command renews it, also while a scan writes.
     """
     from headcount.queries.ask.exported_views import write_views
-    from headcount.schemas.files.arrow_values import leave_pandas_out
+    from headcount.schemas.process import leave_pandas_out
 
     leave_pandas_out()
     written, damage = write_views(runs, output, code)
@@ -338,7 +338,7 @@ def open_for_command(runs: str, code: str | None = None, memory: str | None = No
         # These import duckdb and pyarrow, which `headcount --help` need not wait for.
         from headcount.queries.ask.asking import open_runs
         from headcount.queries.open.limits import MEMORY
-        from headcount.schemas.files.arrow_values import leave_pandas_out
+        from headcount.schemas.process import leave_pandas_out
 
         leave_pandas_out()
         database = open_runs(runs, code=code, memory=memory or MEMORY, tell=tell_user)

@@ -30,7 +30,7 @@ from headcount.queries.explore.query_engine import Engine
 from headcount.queries.open.limits import spill_directory
 from headcount.schemas.errors import HeadcountError, QueryError, printable
 from headcount.schemas.packages import PACKAGE
-from headcount.schemas.unending import UNENDING
+from headcount.schemas.process import UNENDING
 
 PAGE = PACKAGE / "queries" / "page" / "explore"
 SHARED_PAGE = PACKAGE / "queries" / "page" / "shared"  # shared with the report

@@ -33,8 +33,8 @@ from headcount.queries.ask.process_memory import (
 from headcount.queries.open.limits import spill_directory
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
-from headcount.schemas.files.arrow_values import leave_pandas_out
 from headcount.schemas.packages import PACKAGE
+from headcount.schemas.process import leave_pandas_out
 
 MOST_ROWS = 1_000  # rows that the page shows of an answer in SQL
 MOST_CHARACTERS = 1_000  # characters that the page shows of a value

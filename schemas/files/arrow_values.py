@@ -3,7 +3,6 @@
 Python's times end at the years 1 and 9999, at microseconds, and at the time zones that it knows.
 """
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,35 +17,6 @@ DAY_SECONDS = 24 * 60 * 60
 
 NOT_PYTHONS = (OverflowError, ValueError, KeyError)
 """What pyarrow raises for a time, or for a time zone, that Python does not have."""
-
-
-class _NoPandas:
-    """Finds no pandas, for an import."""
-
-    def find_spec(self, name: str, *_: object) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError("not needed")
-
-
-def leave_pandas_out() -> None:
-    """Spare a process of ours pandas; call it before anything is read.
-
-    Arrow's first array imports pandas if there is one, which takes up to two seconds. It looks
-    once: after that it takes a Series for any sequence, so a user's process is left alone.
-    """
-    no_pandas = _NoPandas()
-    sys.meta_path.insert(0, no_pandas)  # pyright: ignore[reportArgumentType]
-    pa.array([])
-    sys.meta_path.remove(no_pandas)  # pyright: ignore[reportArgumentType]
-
-
-def use_arrow_sparingly() -> None:
-    """Make a process that only reads a commit log quick and small; call it before anything is read.
-
-    Of a million commits Arrow's own allocator keeps 100 MB more than the system's.
-    """
-    leave_pandas_out()
-    pa.set_memory_pool(pa.system_memory_pool())
 
 
 def values_of(array: Any) -> list[Any]:  # noqa: ANN401 (pyarrow has no types)

@@ -13,13 +13,10 @@ import pytest
 import torch
 from transformers.utils import logging as messages
 
+from headcount.schemas.process import OBJECTS_BETWEEN_COLLECTIONS
 from headcount.workers import process
 from headcount.workers.model.info.description import describe
-from headcount.workers.process import (
-    CSV_FIELD_CHARACTERS,
-    OBJECTS_BETWEEN_COLLECTIONS,
-    prepare_process,
-)
+from headcount.workers.process import CSV_FIELD_CHARACTERS, prepare_process
 from headcount.workers.replica import Replica
 from tests import ROOT
 from tests.toys import toy_models as toy
