@@ -84,6 +84,14 @@ class QueryError(HeadcountError):
     """A question that cannot be answered."""
 
 
+class SqlMistake(QueryError):
+    """A query that DuckDB does not understand."""
+
+    def __init__(self, text: str, pointer: str | None = None) -> None:
+        super().__init__(text)
+        self.pointer = pointer  # the line of SQL, and carets below its mistake; None if unknown
+
+
 def counted(count: int, noun: str) -> str:
     """A count with its noun, singular or plural.
 

@@ -31,7 +31,8 @@ from headcount.schemas.files.commits import (
     taken_back,
     write_segment,
 )
-from headcount.schemas.files.damage import BY_CONTENT, BY_SIZE
+from headcount.schemas.files.content_check import BY_CONTENT, files_damaged_by_content
+from headcount.schemas.files.damage import BY_SIZE
 from headcount.schemas.files.run_directory import RunDirectory, holds_whole_shard
 from headcount.schemas.reasons import reason
 
@@ -164,7 +165,12 @@ def shards_left(plan: RunPlan, verify: bool = False) -> ShardsLeft:
     # a commit that is older than the run's extension, and lacks sequences.
     is_whole = holds_whole_shard(manifest, commit_log)
     untrue = set(shards[is_own & ~is_whole].tolist())
-    for damage in run.damaged_files(commit_log, manifest if verify else None):
+    damages = (
+        files_damaged_by_content(run.path, manifest, commit_log)
+        if verify
+        else run.damaged_files(commit_log)
+    )
+    for damage in damages:
         # A roll-up is written again from rows (`headcount compact`). Nothing needs measuring.
         if not damage.is_of_rollup:
             untrue.update(shard for shard in damage.shards if shard < manifest.shards)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from headcount.schemas.errors import counted
-from headcount.schemas.files.damage import BY_CONTENT, Damage, examined_files
+from headcount.schemas.files.content_check import BY_CONTENT, examined_files
+from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.run_directory import RunDirectory, check_merged
 from headcount.schemas.filled_tables import TABLES
 from headcount.schemas.places import names, unread

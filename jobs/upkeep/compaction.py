@@ -48,6 +48,7 @@ from headcount.schemas.files.commits import (
     read_commit_log,
     write_segment,
 )
+from headcount.schemas.files.content_check import files_damaged_by_content
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory, pc
 from headcount.schemas.filled_tables import OF_MERGED, TABLES
@@ -136,7 +137,7 @@ def _merge(run: RunDirectory, rows: int, tell: Tell, merge_groups: MergeGroups) 
     commit_log = run.commit_log().combine_chunks()
     run.check_complete(commit_log)
     # All roll-ups and samples are read: they take 5 to 10 % of the rows' space.
-    damages = run.damaged_files(commit_log, manifest, OF_MERGED)
+    damages = files_damaged_by_content(run.path, manifest, commit_log, OF_MERGED)
     damaged_rollups = frozenset(damage.path for damage in damages)
 
     def group_of(positions: pa.Array) -> Group:

@@ -17,14 +17,14 @@ import pyarrow as pa
 
 from headcount.schemas.files.commit import COMMITS
 from headcount.schemas.files.commits import READERS
-from headcount.schemas.files.damage import (
+from headcount.schemas.files.content_check import (
     Bounds,
     CommittedFile,
     committed_files,
     declared_bounds,
     problem,
-    shards_in_words,
 )
+from headcount.schemas.files.damage import shards_in_words
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes, read_content
 from headcount.schemas.files.run_directory import RunDirectory, data_path, pc

@@ -11,7 +11,8 @@ from headcount.queries.ask.formats import appearing, check_suffix
 from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.run import Run, read_runs
 from headcount.schemas.errors import QueryError, counted
-from headcount.schemas.files.damage import Damage, committed_files, size_problem
+from headcount.schemas.files.content_check import committed_files, problem_of_size
+from headcount.schemas.files.damage import Damage
 from headcount.schemas.places import place
 
 OLDEST_READER = "v1.4.0"
@@ -60,7 +61,7 @@ def _without_cut_files(run: Run) -> Run:
     cut = [
         Damage(file.path, file.shards, why)
         for file in committed_files(run.done)
-        if (why := size_problem(home, file)) is not None
+        if (why := problem_of_size(home, file)) is not None
     ]
     return replace(run, damaged=[*run.damaged, *cut]) if cut else run
 

@@ -10,7 +10,6 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +18,12 @@ import numpy as np
 import platformdirs
 import pyarrow as pa
 
+from headcount.queries.open.rooms import COMPARED
 from headcount.queries.open.run import READINGS, Run, read_run
 from headcount.schemas.errors import QueryError
-from headcount.schemas.files.damage import (
-    CommittedFile,
-    Damage,
-    committed_files,
-    declared_bounds,
-    problem,
-)
+from headcount.schemas.files.damage import Damage
 from headcount.schemas.files.run_directory import pc
+from headcount.schemas.packages import entered
 from headcount.schemas.places import stats
 
 KEY_BYTES = 16  # bytes of a key
@@ -39,7 +34,6 @@ CLOCK_TICK_SECONDS = 2.0
 Clocks of file systems tick: within a tick a file may change again and look the same.
 """
 
-SECONDS_BEFORE_NOTICE = 2.0  # seconds of reading after which the user is told what takes so long
 Tell = Callable[[str], None]  # called with a line for the user
 
 
@@ -75,35 +69,14 @@ def damage_in(run: Run, tables: Iterable[str], tell: Tell) -> list[Damage]:
         return []
     known_keys = _read_keys(home)
     keys = _keys(home, run.done, tables)
-    files = [
-        file for file in committed_files(run.done, tables) if keys[file.path] not in known_keys
-    ]
-    if not files:
+    unknown = {path for path, key in keys.items() if key not in known_keys}
+    if not unknown:
         return []
-    bounds = declared_bounds(run.manifest)
-    damaged: list[Damage] = []
     whole: list[str] = []
-
-    def examine(file: CommittedFile) -> None:
-        why = problem(home, file, bounds)
-        if why is None:
-            whole.append(file.path)
-        else:
-            damaged.append(Damage(file.path, file.shards, why))
-
-    pool = ThreadPoolExecutor(os.cpu_count() or 1)
     try:
-        examinations = [pool.submit(examine, file) for file in files]
-        wait(examinations, SECONDS_BEFORE_NOTICE, FIRST_EXCEPTION)
-        if not all(examination.done() for examination in examinations):
-            byte_count = sum(file.bytes for file in files)
-            tell(f"checking {byte_count / 1e9:,.1f} GB against the commits, once")
-        # Waits for each, and raises what went wrong in it.
-        for examination in examinations:
-            examination.result()
+        damaged = entered(COMPARED)(run, home, unknown, whole, tell)
     finally:
-        # After Ctrl-C the user may ask on: keep what was read, and do not read the rest.
-        pool.shutdown(cancel_futures=True)
+        # After Ctrl-C the user may ask on: keep what was read.
         # A file that changed while it was read has another key now. One that changed a moment ago
         # has none, and is read again next time.
         keys_now = _keys(home, run.done, tables)

@@ -15,7 +15,7 @@ runs/run_id=NAME-HASH/
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from headcount.schemas.files.commits import (
     pc,
     read_commit_log,
 )
-from headcount.schemas.files.damage import Damage, examined_files, files_damaged_by_size
+from headcount.schemas.files.damage import Damage, files_damaged_by_size
 from headcount.schemas.files.document_fates import Fates
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.filled_tables import TABLES
@@ -219,25 +219,10 @@ class RunDirectory:
         """One of the commits, for facts that are the same in all; None before the first."""
         return any_commit(self.commits_directory, self.run_id)
 
-    def damaged_files(
-        self,
-        commit_log: pa.Table,
-        manifest: Manifest | None = None,
-        tables: Iterable[str] = TABLES,
-    ) -> list[Damage]:
-        """Files of a commit log that differ from what was committed.
-
-        They are compared by name and size, or those of some `tables` by content if a `manifest`
-        is given. It needs the columns `schemas.files.damage.BY_SIZE` or `BY_CONTENT`.
-        """
+    def damaged_files(self, commit_log: pa.Table) -> list[Damage]:
+        """Files of a commit log that are gone or have another size; it needs `damage.BY_SIZE`."""
         try:
-            if manifest is None:
-                return files_damaged_by_size(self.path, commit_log)
-            return [
-                Damage(file.path, file.shards, why)
-                for file, why in examined_files(self.path, manifest, commit_log, tables)
-                if why is not None
-            ]
+            return files_damaged_by_size(self.path, commit_log)
         except OSError as error:
             raise unread(self.path, error) from None
 
@@ -270,16 +255,18 @@ def check_merged(commit_log: pa.Table) -> None:
     once, which a store cannot refuse, may break this rule. Another compaction mends it.
     """
     files = pc.list_flatten(commit_log["files"])
-    references = pa.table({name: pc.struct_field(files, name) for name in ("path", "shards")})
-    # `shards` is the number of shards in the file, so it is the same in every reference to it.
-    counts = references.group_by("path").aggregate([("shards", "count"), ("shards", "max")])
-    twice = counts.filter(pc.not_equal(counts["shards_count"], counts["shards_max"]))
+    paths = pc.struct_field(files, "path").combine_chunks().dictionary_encode()
+    references = np.bincount(paths.indices.to_numpy(), minlength=len(paths.dictionary))
+    # How many shards a file has is the same in every reference to it.
+    shards = np.zeros(len(paths.dictionary), np.int64)
+    shards[paths.indices.to_numpy()] = pc.struct_field(files, "shards").to_numpy()
+    twice = np.flatnonzero(references != shards)
     if not len(twice):
         return
-    first = twice.slice(0, 1).to_pylist()[0]
+    first = twice[0]
     raise RunError(
-        f"{first['path']}: holds the rows of {first['shards_max']} shards, and "
-        f"{first['shards_count']} commits refer to it; expected as many, or rows would be "
+        f"{paths.dictionary[first]}: holds the rows of {shards[first]} shards, and "
+        f"{references[first]} commits refer to it; expected as many, or rows would be "
         "counted twice; run headcount compact while nobody else is at work on the run"
     )
 

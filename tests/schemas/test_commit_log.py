@@ -15,6 +15,7 @@ from headcount.jobs.run.commit_log import CommitLog
 from headcount.schemas.errors import RunError, ScanError
 from headcount.schemas.files.commit import COMMITS, Commit, Failure
 from headcount.schemas.files.commits import gather, gather_loose, taken_back, write_segment
+from headcount.schemas.files.content_check import files_damaged_by_content
 from headcount.schemas.files.manifest import Manifest
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import StorePath, names, place
@@ -187,7 +188,13 @@ def test_files_are_held_to_their_commits_by_name_or_by_content(run: RunDirectory
     local(data_file(run, "heads", "none", 4)).write_bytes(bytes(size_of(run, 4)))
 
     def damages(manifest: Manifest | None = None) -> dict[str, tuple[list[int], str]]:
-        return {d.path: (d.shards, d.why) for d in run.damaged_files(run.commit_log(), manifest)}
+        log = run.commit_log()
+        found = (
+            files_damaged_by_content(run.path, manifest, log)
+            if manifest
+            else run.damaged_files(log)
+        )
+        return {d.path: (d.shards, d.why) for d in found}
 
     heads = "heads/intervention=none/shard-{:06d}.parquet".format
     # On a disk, names tell which files are there, and whoever opens one compares its size.

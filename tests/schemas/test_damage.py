@@ -20,9 +20,9 @@ from headcount.jobs.upkeep.checking import check_run
 from headcount.jobs.upkeep.compaction import compact
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.open import verified_files
+from headcount.queries.open import compared_files, verified_files
 from headcount.schemas.errors import HeadcountError, RunError
-from headcount.schemas.files import damage
+from headcount.schemas.files import content_check
 from headcount.schemas.files.commits import gather
 from headcount.schemas.files.digests import digest_of
 from headcount.schemas.files.parquet import parquet_bytes
@@ -289,14 +289,14 @@ def test_roll_ups_that_lack_a_column_are_to_be_written_again(tmp_path: Path):
     values: dict[str, Cell] = {"sink_mass": lambda row: row.sequence / 8}
     run = write_run(tmp_path, "a-1", values, sequences=4, per_shard=1, layers=1, heads=1)
     compact(run)
-    (file,) = damage.committed_files(run.commit_log(), [ROLLUPS.name])
-    assert damage.problem(run.path, file, {}) is None
+    (file,) = content_check.committed_files(run.commit_log(), [ROLLUPS.name])
+    assert content_check.problem(run.path, file, {}) is None
     rows = pq.ParquetFile(local(run.path) / file.path).read()
     content = parquet_bytes(rows.drop_columns("document_fourths"))
     (local(run.path) / file.path).write_bytes(content)
     older = replace(file, bytes=content.size, digest=digest_of(content))
     expected = "has no column document_fourths: an earlier version wrote it"
-    assert damage.problem(run.path, older, {}) == expected
+    assert content_check.problem(run.path, older, {}) == expected
 
 
 def test_a_checked_file_is_known_until_changed(
@@ -306,9 +306,9 @@ def test_a_checked_file_is_known_until_changed(
 
     def problem(*arguments: Any) -> str | None:
         read.append(arguments[1].path)
-        return damage.problem(*arguments)
+        return content_check.problem(*arguments)
 
-    monkeypatch.setattr(verified_files, "problem", problem)
+    monkeypatch.setattr(compared_files, "problem", problem)
 
     def files_read(sql: str) -> int:
         read.clear()
@@ -376,7 +376,7 @@ def test_damage_is_found_however_a_table_is_asked_for(run: RunDirectory):
 
 
 def test_a_long_check_is_announced(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verified_files, "SECONDS_BEFORE_NOTICE", 0.0)
+    monkeypatch.setattr(compared_files, "SECONDS_BEFORE_NOTICE", 0.0)
     warnings: list[str] = []
     open_tables(run.path, tell=warnings.append).rows("FROM heads")
     assert warnings == ["checking 0.0 GB against the commits, once"]
@@ -470,8 +470,8 @@ def test_a_broken_run_does_not_hide_other_runs(
     (line,) = database.damage()
     assert all(part in line for part in (str(run.path), why, "bring back a copy")), line
     assert "headcount rm" not in line
-    for command in ("query", "list", "compact"):
-        done = ended(command, home, columns=1000)
+    for command, *words in (("query", home, "FROM heads"), ("list", home), ("compact", home)):
+        done = ended(command, *words, columns=1000)
         # Reading leaves the broken run out; compaction fails because it could not do its work.
         fine = command != "compact" or what == "another column"
         assert (done.code == 0) == fine, done.output
@@ -481,4 +481,4 @@ def test_a_broken_run_does_not_hide_other_runs(
     assert [name[:9] for name in os.listdir(local(other.commits_directory))] == ["segment-0"]
     shutil.rmtree(local(other.path))
     with pytest.raises(HeadcountError, match=why):
-        open_runs(home)
+        open_runs(home).rows("FROM heads")

@@ -5,9 +5,8 @@ no backward pass and no kernel, and whoever reads how a scan goes need not read 
 """
 
 from collections.abc import Callable
-from importlib import import_module
-from typing import Any
 
+from headcount.schemas.packages import entered
 from headcount.workers.engine.engine import Engine
 
 ENGINES = {
@@ -19,12 +18,6 @@ ENGINES = {
 LOAD_MODEL = "workers.loading.load_model"
 WEIGHT_TABLES = "workers.measurements.weight_tables.tables_of_weights"
 PROVEN_SWEEP = "workers.kernel.kernel_check.proven_sweep"
-
-
-def entered(door: str) -> Any:  # noqa: ANN401 (whatever stands behind the door)
-    """What has this name in its module, which is imported now."""
-    module, _, name = door.rpartition(".")
-    return getattr(import_module(f"headcount.{module}"), name)
 
 
 def engine_class(name: str) -> Callable[..., Engine]:
