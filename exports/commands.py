@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from headcount.jobs.commands.options import TrustPlugins
-from headcount.queries.commands.query import Code, tell_user
+from headcount.queries.commands.opening import Code, tell_user
 from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:

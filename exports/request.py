@@ -35,7 +35,7 @@ from headcount.exports.shared.source import (
     choose_run,
 )
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.commands.query import tell_user, warn_of_damage
+from headcount.queries.commands.opening import tell_user, warn_of_damage
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import Place, absolute

@@ -23,10 +23,10 @@ PANELS = {
     },
     "Ask": {
         "query": "queries.commands.query",
-        "report": "queries.commands.query",
+        "report": "queries.commands.report",
         "explore": "queries.commands.explore",
         "text": "queries.commands.text",
-        "views": "queries.commands.query",
+        "views": "queries.commands.views",
         "export": "exports.commands",
         "cache-plan": "exports.commands",
     },

@@ -9,7 +9,7 @@ from rich.console import Console
 from headcount.jobs.console import say
 from headcount.jobs.corpus.preparation import Preparation
 from headcount.jobs.plan.plan import Plan
-from headcount.queries.commands.query import tell_user, warn_of_damage
+from headcount.queries.commands.opening import tell_user, warn_of_damage
 from headcount.reproduce.published_texts import how_to_get
 from headcount.reproduce.replication import Replication
 from headcount.reproduce.replication_figures import write_page

@@ -27,7 +27,7 @@ from headcount.exports.shared.certainty import cost
 from headcount.exports.shared.confirmation import shown_and_kept
 from headcount.jobs.bars import waiting
 from headcount.jobs.plan.passes import seconds_of, words_of_passes
-from headcount.queries.commands.query import tell_user
+from headcount.queries.commands.opening import tell_user
 from headcount.schemas.errors import QueryError
 from headcount.schemas.places import explained, write_whole
 from headcount.workers.cache_trial import SEEDS, CacheTrial

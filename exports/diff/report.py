@@ -21,7 +21,7 @@ from headcount.jobs.api import run_scan
 from headcount.jobs.bars import waiting
 from headcount.jobs.plan.plan import where_begun
 from headcount.queries.ask.asking import open_runs
-from headcount.queries.commands.query import tell_user
+from headcount.queries.commands.opening import tell_user
 from headcount.queries.report.report import write_report
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import RunDirectory

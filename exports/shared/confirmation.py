@@ -15,7 +15,7 @@ import numpy as np
 
 from headcount.exports.shared.registry import CacheCut
 from headcount.exports.shared.source import ExportSource
-from headcount.queries.commands.query import tell_user
+from headcount.queries.commands.opening import tell_user
 from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:

@@ -93,8 +93,9 @@ class PageRuns:
                 self._facts[run_id] = replace(facts, has_dormant=has_dormant)
         self._samples: dict[tuple[str, str], str] = {}  # tables, by run and intervention
         self._lock = Lock()  # held while a sample is read: two queries must not read the same one
+        # Queries are asked on cursors of the connection, which make nothing.
+        database.make_tables()
         if any(facts.has_rollups for facts in self._facts.values()):
-            # Queries are asked on cursors of the connection, which make no views.
             database.make_views(" ".join(_ROLLED_UP_VIEWS))
         if any(facts.profiles or facts.has_parts for facts in self._facts.values()):
             database.make_views("profile_means")

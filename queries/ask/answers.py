@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import duckdb
 import pyarrow as pa
 
-from headcount.queries.ask.known_values import check_values
-from headcount.queries.ask.mistakes import LISTS_VIEWS, explained, query_error
 from headcount.queries.ask.values import python_values
 from headcount.queries.open.limits import spill_directory
 from headcount.queries.open.opened_runs import OpenedRuns, is_of_gone_file
+from headcount.queries.open.rooms import CHECK_VALUES, EXPLAINED, QUERY_ERROR
 from headcount.queries.open.sql_text import quoted_name
-from headcount.schemas.errors import QueryError, unknown_among
+from headcount.schemas.errors import LISTINGS, QueryError, unknown_among
+from headcount.schemas.packages import entered
 from headcount.schemas.process import UNENDING
 
 BATCH_ROWS = 10_000  # rows that DuckDB hands over at once
@@ -132,7 +132,7 @@ class Answer:
                 # DuckDB computes while it is read, so every batch may fail or take too long.
                 batch = self.patience.wait(lambda: next(iter(self.reader), None))
             except (duckdb.Error, pa.ArrowException, OSError) as error:
-                raise query_error(error) from None
+                raise entered(QUERY_ERROR)(error) from None
             if batch is None:
                 return
             self._note_runs(batch)
@@ -180,13 +180,14 @@ def run_query(
     is_view = text.strip().lower() in views
     # A single word is no SQL, so it is a view with a mistake in its name.
     if not is_view and re.fullmatch(r"\s*\w+\s*", text):
-        raise QueryError(unknown_among("view", text.strip(), views, LISTS_VIEWS))
+        raise QueryError(unknown_among("view", text.strip(), views, LISTINGS["view"]))
     explain, sql = _one_query(f"FROM {text}" if is_view else text)
     # The rows of an EXPLAIN are the plan, not the answer, so a limit would cut the plan.
     limit_clause = f" LIMIT {limit}" if limit is not None and not explain else ""
     # In a subquery nothing can write. On lines of its own: the query may end in a comment.
     subquery = f"FROM (\n{sql}\n)"
-    check_values(opened, sql)
+    if opened.shipped.called_in(sql):
+        entered(CHECK_VALUES)(opened, sql)
     cursor = opened.cursor()
     patience = Patience(cursor, timeout)
 
@@ -204,7 +205,7 @@ def run_query(
         except duckdb.Error as error:
             # Files may be merged into others after they were compared with their commits.
             if attempt == ATTEMPTS or not is_of_gone_file(str(error)):
-                raise explained(error, opened, subquery) from None
+                raise entered(EXPLAINED)(error, opened, subquery) from None
             cursor.rollback()
     raise AssertionError
 
@@ -251,7 +252,7 @@ def _one_query(text: str) -> tuple[str, str]:
     try:
         statements = duckdb.extract_statements(text)
     except duckdb.Error as error:
-        raise query_error(error) from None
+        raise entered(QUERY_ERROR)(error) from None
     if len(statements) != 1:
         raise QueryError(
             f"expected the name of a view or one SQL statement, got {len(statements)} statements"

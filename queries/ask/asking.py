@@ -8,13 +8,14 @@ import duckdb
 import pyarrow as pa
 
 from headcount.queries.ask.answers import run_query
-from headcount.queries.ask.mistakes import explained, query_error
 from headcount.queries.open.limits import MEMORY
 from headcount.queries.open.named_queries import QUERIES
 from headcount.queries.open.opened_runs import OpenedRuns, say_nothing
+from headcount.queries.open.rooms import EXPLAINED, QUERY_ERROR
 from headcount.queries.open.run import ReadRun, read_run
 from headcount.queries.open.verified_files import Tell
 from headcount.schemas.errors import QueryError
+from headcount.schemas.packages import entered
 from headcount.schemas.places import Place
 
 Row: TypeAlias = tuple[Any, ...]
@@ -32,7 +33,7 @@ class RunDatabase(OpenedRuns):
         try:
             return self.connection.execute(sql).fetchall()
         except duckdb.Error as error:
-            raise explained(error, self, sql) from None
+            raise entered(EXPLAINED)(error, self, sql) from None
 
     def records(self, query: str) -> list[Record]:
         """The rows of an answer by name of column. `query` is SQL or the name of a view."""
@@ -63,5 +64,5 @@ def open_runs(
         try:
             database.add_view(name, sql)
         except duckdb.Error as error:
-            raise QueryError(f"view {name}: {query_error(error)}") from None
+            raise QueryError(f"view {name}: {entered(QUERY_ERROR)(error)}") from None
     return database

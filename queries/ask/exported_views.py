@@ -7,7 +7,8 @@ from shlex import quote
 
 import duckdb
 
-from headcount.queries.ask.formats import appearing, check_suffix
+from headcount.queries.ask.answer_files import appearing
+from headcount.queries.ask.formats import check_suffix
 from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.run import Run, read_runs
 from headcount.schemas.errors import QueryError, counted

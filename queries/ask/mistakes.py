@@ -7,15 +7,14 @@ from collections.abc import Mapping
 import duckdb
 
 from headcount.queries.open.column_facts import views_read
+from headcount.queries.open.limits import NEEDS_MEMORY, OUT_OF_MEMORY
 from headcount.queries.open.opened_runs import OpenedRuns, said_by
 from headcount.queries.open.shipped_views import base_names, unmeasured_statistic, way_to
-from headcount.schemas.errors import QueryError, printable, unknown_among
+from headcount.schemas.errors import LISTINGS, SqlMistake, printable, unknown_among
 from headcount.schemas.filled_tables import TABLES
 
 PLACE = re.compile(r"LINE \d+: (?P<line>.*)\n(?P<indent> *)(?P<carets>\^+)\s*$")
 """How DuckDB's messages end that know a place in the SQL."""
-
-LISTS_VIEWS = "headcount query RUNS"
 
 COLUMNS = """
     SELECT table_name, column_name FROM duckdb_columns()
@@ -26,23 +25,6 @@ KEYS = ("run_id", "intervention", "sequence", "layer", "head", "statistic")
 """Columns by which views are joined."""
 
 MISSING_COLUMN = re.compile(r'[Cc]olumn (?:named )?"([^"]+)"')
-
-
-OUT_OF_MEMORY = (duckdb.OutOfMemoryException, MemoryError)
-"""What DuckDB, Arrow and Python raise."""
-
-NEEDS_MEMORY = (
-    "the query needs more memory than it may take, or more disk than is free for what does not "
-    "fit; --memory 8GB gives it more, fewer columns or runs need less"
-)
-
-
-class SqlMistake(QueryError):
-    """A query that DuckDB does not understand."""
-
-    def __init__(self, text: str, pointer: str | None = None) -> None:
-        super().__init__(text)
-        self.pointer = pointer  # the line of SQL, and carets below its mistake; None if unknown
 
 
 def query_error(error: Exception) -> SqlMistake:
@@ -112,7 +94,7 @@ def _what_is_missing(message: str, opened: OpenedRuns, sql: str) -> str | None:
                 return shipped.queries[name].what_is_missing(required)
     # DuckDB does not know the views that are made when they are asked for.
     if missing := re.search(r"Table with name (\S+) does not exist", message):
-        return unknown_among("view", missing[1], opened.view_descriptions, LISTS_VIEWS)
+        return unknown_among("view", missing[1], opened.view_descriptions, LISTINGS["view"])
     if (statistic := unmeasured_statistic(message)) is not None:
         if remedy := way_to(statistic):
             return f"statistic {statistic!r} was not measured in these runs{remedy}"

@@ -6,8 +6,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from headcount.schemas.files.arrow_values import times_of
+from headcount.queries.open.rooms import TIMES_OF
 from headcount.schemas.files.run_directory import pc
+from headcount.schemas.packages import entered
 
 
 def python_values(column: pa.Array) -> list[Any]:
@@ -41,7 +42,7 @@ def python_values(column: pa.Array) -> list[Any]:
         members = [python_values(column.field(place)) for place in codes.values()]
         return [members[codes[code]][row] for row, code in enumerate(column.type_codes.to_pylist())]
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind) or pa.types.is_time(kind):
-        return times_of(column)
+        return entered(TIMES_OF)(column)
     return column.to_pylist()
 
 

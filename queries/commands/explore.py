@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from headcount.queries.commands.query import Code, RunsArgument, tell_user, waiting, warn_of_damage
+from headcount.queries.commands.opening import (
+    Code,
+    RunsArgument,
+    tell_user,
+    waiting,
+    warn_of_damage,
+)
 
 commands = typer.Typer(rich_markup_mode=None)
 

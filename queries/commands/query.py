@@ -1,12 +1,10 @@
-"""The subcommands `query`, `report` and `views`."""
+"""The subcommand `query`."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,10 +13,18 @@ import typer
 from typer.core import TyperCommand
 
 from headcount.queries.ask.typed_queries import read_typed, with_parameters
+from headcount.queries.commands.opening import (
+    Code,
+    RunsArgument,
+    open_for_command,
+    tell_user,
+    waiting,
+)
+from headcount.queries.open import rooms
 from headcount.queries.open.named_queries import QUERIES, NamedQuery, read_queries
 from headcount.queries.open.sql_text import text_literal
-from headcount.schemas.errors import HeadcountError, QueryError
-from headcount.schemas.repeating import repeated
+from headcount.schemas.errors import HeadcountError, QueryError, SqlMistake
+from headcount.schemas.packages import entered
 
 if TYPE_CHECKING:
     from headcount.queries.ask.answers import Answer
@@ -30,24 +36,7 @@ commands = typer.Typer(rich_markup_mode=None)
 
 
 TIMEOUT = 600.0  # seconds after which a query is given up by default
-LONGEST_SILENCE = 20.0  # seconds between two lines in a log about it
 MANY_RUNS = 3  # if more runs are not complete, one line speaks of all of them
-
-RunsArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUNS", help="A run directory, or a directory of runs; a path or a URL."
-    ),
-]
-
-Code = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CODE",
-        help="Read only the shards that this code measured (shards.code). Needed if two codes "
-        "define a statistic differently.",
-    ),
-]
 
 
 class QueryCommand(TyperCommand):
@@ -130,9 +119,8 @@ def query(
     """Query the committed rows of runs, in SQL or by the name of a view."""
     # These import duckdb and pyarrow, which `headcount --help` need not wait for.
     from headcount.queries.ask.formats import format_of, rows_to_read
-    from headcount.queries.ask.process_memory import held_to_memory
     from headcount.queries.ask.text_tables import TABLE_ROWS
-    from headcount.queries.open.limits import check_memory
+    from headcount.queries.open.limits import check_memory, held_to_memory
 
     time_limit = timeout if 0 < timeout < float("inf") else None
     asked = read_typed(typed, file)
@@ -146,8 +134,9 @@ def query(
         return
     options = [option for parameter in context.command.params for option in parameter.opts]
     sql = with_parameters(asked, context.args, database.shipped.queries, options)
-    models = _models_of(runs) if text else None
-    with held_to_memory(database):
+    # Their models' tokenizers make text of tokens.
+    models = entered(rooms.RUN_MODELS)(runs) if text else None
+    with held_to_memory(database.cursor()):
         answer = _answer(database, sql, limit, time_limit, models, answer_format, output, vertical)
     rows_asked = rows_to_read(answer_format, limit)
     if rows_asked is not None and asked.strip().lower() in views:
@@ -159,19 +148,12 @@ def query(
     _say_how_much_is_in(database)
 
 
-def _models_of(runs: str) -> RunModels:
-    """The models of runs, whose tokenizers make text of tokens. Nothing else needs them."""
-    from headcount.workers.run_model import RunModels
-
-    return RunModels(runs)
-
-
 def _say_which_runs_are_shown(
     database: RunDatabase, answer: Answer, rows_shown: int, is_all_read: bool, view: str
 ) -> None:
     """Say on stderr if a limit shows only some runs of a view: most views are ordered by run."""
     shown = [run_id for run_id, row in answer.first_rows.items() if row < rows_shown]
-    all_runs = [run_id for (run_id,) in database.rows("SELECT run_id FROM runs ORDER BY run_id")]
+    all_runs = sorted(run.directory.run_id for run in database.runs)
     # A table also reads rows that it only counts. Of rows that nobody has read, any run may be.
     with_rows = [*answer.first_rows] if is_all_read else all_runs
     others = [run_id for run_id in with_rows if run_id not in shown]
@@ -194,9 +176,7 @@ def _answer(
     vertical: bool,
 ) -> Answer:
     from headcount.queries.ask.answers import run_query
-    from headcount.queries.ask.formats import rows_to_read, write_file, write_tokens_as_text
-    from headcount.queries.ask.mistakes import SqlMistake
-    from headcount.queries.open.column_facts import column_facts, why_empty
+    from headcount.queries.ask.formats import rows_to_read
 
     try:
         with waiting("asking"):
@@ -207,17 +187,17 @@ def _answer(
             tell_user(mistake.pointer)
         raise
     if models is not None:
-        run_ids = [row[0] for row in database.rows("SELECT run_id FROM runs")]
-        write_tokens_as_text(found, models, run_ids)
+        run_ids = [run.directory.run_id for run in database.runs]
+        entered(rooms.WRITE_TOKENS_AS_TEXT)(found, models, run_ids)
     if answer_format == "parquet":
-        found.facts = column_facts(database, sql)
+        found.facts = entered(rooms.COLUMN_FACTS)(database, sql)
     if output is not None:
-        write_file(found, answer_format, output, limit, vertical)
+        entered(rooms.WRITE_FILE)(found, answer_format, output, limit, vertical)
     else:
         _write_to_stdout(found, answer_format, limit, vertical)
     # No rows may be the answer, or a sign that the scan did not measure what a view needs.
     if not found.rows_read:
-        for line in why_empty(database, sql):
+        for line in entered(rooms.WHY_EMPTY)(database, sql):
             tell_user(f"note: {line}")
     return found
 
@@ -245,113 +225,17 @@ def _write_to_stdout(
 
 def _say_how_much_is_in(database: RunDatabase) -> None:
     """Say on stderr which runs are not complete: what was asked is about a part of them."""
-    unfinished = database.rows(
-        "SELECT run_id, shards_done, shards FROM runs WHERE shards_done < shards ORDER BY run_id"
-    )
+    shards = [(r.directory.run_id, len(r.done), r.manifest.shards) for r in database.runs]
+    unfinished = sorted(run for run in shards if run[1] < run[2])
     lines = [
-        f"run {run_id} is not complete: {shards_done:,} of {shards:,} shards are in"
-        for run_id, shards_done, shards in unfinished
+        f"run {run_id} is not complete: {done:,} of {in_all:,} shards are in"
+        for run_id, done, in_all in unfinished
     ]
     if len(unfinished) > MANY_RUNS:
-        _, done, shards = zip(*unfinished, strict=True)
+        _, done, in_all = zip(*unfinished, strict=True)
         lines = [
             f"{len(unfinished):,} runs are not complete: {sum(done):,} of their "
-            f"{sum(shards):,} shards are in"
+            f"{sum(in_all):,} shards are in"
         ]
     for line in lines:
         tell_user(f"note: {line}")
-
-
-@commands.command()
-def report(
-    runs: RunsArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")] = Path(
-        "report.html"
-    ),
-    code: Code = None,
-    text: Annotated[
-        bool,
-        typer.Option(
-            "--text/--no-text",
-            help="Show the sequences of a head as text. It needs the tokenizer of the run.",
-        ),
-    ] = True,
-) -> None:
-    """Write one HTML file with heatmaps of every statistic and a card of every head. It opens
-    from disk, without a network.
-    """
-    with waiting("starting"):
-        from headcount.queries.report.report import write_report
-
-    # A tokenizer that is not on this machine is not fetched: tokens are numbers then.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    database = open_for_command(runs, code)
-    with waiting("writing the report"):
-        write_report(database, output, _models_of(runs) if text else None)
-    typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
-
-
-@commands.command()
-def views(
-    runs: RunsArgument,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="DuckDB file to write: .duckdb or .db.")
-    ] = Path("head.duckdb"),
-    code: Code = None,
-) -> None:
-    """Write a DuckDB file with the views of runs and none of their rows, for dashboards and the
-    DuckDB shell. The same command renews it, also while a scan writes.
-    """
-    from headcount.queries.ask.exported_views import write_views
-    from headcount.schemas.process import leave_pandas_out
-
-    leave_pandas_out()
-    written, damage = write_views(runs, output, code)
-    for line in damage:
-        tell_user(f"warning: {line}")
-    typer.echo(written)
-
-
-@contextmanager
-def waiting(words: str, seconds: float = LONGEST_SILENCE) -> Iterator[None]:
-    """Say what is done, where nobody knows how long it takes: on a terminal as long as it is done,
-    in a log whenever so many seconds have passed.
-    """
-    if sys.stderr is not None and sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status(words):
-            yield
-        return
-    began = time.monotonic()
-
-    def say() -> None:
-        tell_user(f"{words}, for {time.monotonic() - began:.0f} s")
-
-    with repeated(say, seconds):
-        yield
-
-
-def open_for_command(runs: str, code: str | None = None, memory: str | None = None) -> RunDatabase:
-    """The runs of a command. What is damaged is said."""
-    with waiting("reading the runs"):
-        # These import duckdb and pyarrow, which `headcount --help` need not wait for.
-        from headcount.queries.ask.asking import open_runs
-        from headcount.queries.open.limits import MEMORY
-        from headcount.schemas.process import leave_pandas_out
-
-        leave_pandas_out()
-        database = open_runs(runs, code=code, memory=memory or MEMORY, tell=tell_user)
-        warn_of_damage(database)
-    return database
-
-
-def warn_of_damage(database: RunDatabase) -> None:
-    """Say on stderr which runs have damaged files: their shards are in no answer."""
-    for line in database.damage():
-        tell_user(f"warning: {line}")
-
-
-def tell_user(line: str) -> None:
-    """Print a line on stderr, so that an answer on stdout stays as it is."""
-    typer.echo(line, err=True)

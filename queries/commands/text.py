@@ -44,7 +44,7 @@ def text(
     ] = "auto",
 ) -> None:
     """Print a sequence of a run as text, and what a head attends to in it."""
-    from headcount.queries.commands.query import open_for_command, tell_user, waiting
+    from headcount.queries.commands.opening import open_for_command, tell_user, waiting
 
     chosen_head = None if head is None else Head.labelled(head)
     if head is not None and chosen_head is None:

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from headcount.queries.answers.examples import Texts, with_texts
 from headcount.queries.answers.page_queries import Answer, Query
 from headcount.queries.answers.page_runs import PageQuery, PageRuns
-from headcount.queries.ask.answers import query_error
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.ask.formats import json_value
+from headcount.queries.ask.mistakes import query_error
+from headcount.queries.ask.text_formats import json_value
 from headcount.queries.explore.attention import Attention
 from headcount.queries.explore.sql_process import Settings, SqlProcesses, SqlQuery
 from headcount.queries.open.limits import MEMORY, share_of

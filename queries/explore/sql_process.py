@@ -24,13 +24,13 @@ from typing import IO, Any
 
 from headcount.queries.ask.answers import rows_of, run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.ask.mistakes import NEEDS_MEMORY
-from headcount.queries.ask.process_memory import (
+from headcount.queries.open.limits import (
+    NEEDS_MEMORY,
     allow_all_memory,
     hold_to_memory,
     memory_errors_in_one_line,
+    spill_directory,
 )
-from headcount.queries.open.limits import spill_directory
 from headcount.queries.open.run_memory import RunMemory
 from headcount.schemas.errors import HeadcountError, QueryError
 from headcount.schemas.packages import PACKAGE
@@ -291,7 +291,7 @@ class _Runs:
             database = open_runs(
                 settings.path, code=settings.code, memory=settings.memory, read=read
             )
-            hold_to_memory(database)
+            hold_to_memory(database.cursor())
             self._database, self._revision = database, revision
         return self._database
 

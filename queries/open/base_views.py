@@ -1,20 +1,38 @@
-"""What every database of runs begins with: empty tables, and the views of them without a query."""
+"""What every database of runs may hold without a query: tables, and the views and macros over them.
 
-from collections.abc import Iterable
+Each is made when a query names it: all of them would take longer than most queries.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
 from headcount.queries.open import run_tables
-from headcount.queries.open.descriptions import VIEWS
-from headcount.queries.open.run import Run
 from headcount.queries.open.sql_text import quoted_name
-from headcount.queries.open.table_sql import SOURCES, source_sql
+from headcount.queries.open.table_sql import SOURCES, UNROLLED_HEADS, UNROLLED_SEQUENCES, source_sql
 from headcount.schemas.filled_tables import TABLES
-from headcount.schemas.tables import PARTITIONS
+from headcount.schemas.tables import HEADS, PARTITION_NAMES, PARTITIONS, SEQUENCES, Column
 
 MACROS = Path(__file__).with_name("internal") / "macros.sql"  # of spreads and errors
+
+MACROS_SQL = MACROS.read_text(encoding="utf-8")
+
+MACRO_NAMES = frozenset(re.findall(r"^CREATE MACRO (\w+)", MACROS_SQL, re.MULTILINE))
+
+OF_DOCUMENTS = {"documents": SEQUENCES.name, "unrolled_documents": UNROLLED_SEQUENCES.name}
+"""The views with the document of each sequence, each with what it reads."""
+
+FOUNDATIONS = OF_DOCUMENTS | {
+    UNROLLED_HEADS.name: HEADS.name,
+    UNROLLED_SEQUENCES.name: SEQUENCES.name,
+}
+"""What must be there before something is made."""
+
+BASE = (*SOURCES, *run_tables.CONTENTS, *OF_DOCUMENTS)
+"""All that can be made, by name."""
 
 AT_AN_END = """
     OR lag(sequence) OVER in_order IS DISTINCT FROM sequence - 1
@@ -23,56 +41,89 @@ AT_AN_END = """
 document of each sequence, or NULL if it has no other: most queries need no group for it."""
 
 
-def create_base_views(connection: duckdb.DuckDBPyConnection, runs: list[Run]) -> dict[str, str]:
-    """Create the tables of some runs, without rows, and their views; the SQL of each source."""
-    # Seventy statements, each of which would be a transaction of its own.
+def with_foundations(names: Iterable[str]) -> list[str]:
+    """Some names of `BASE` and what they stand on, in the order in which they can be made.
+
+    >>> with_foundations(["unrolled_documents", "sequences"])
+    ['sequences', 'unrolled_sequences', 'unrolled_documents']
+    """
+    ordered: dict[str, None] = {}
+
+    def add(name: str) -> None:
+        if name in FOUNDATIONS:
+            add(FOUNDATIONS[name])
+        ordered[name] = None
+
+    for name in names:
+        add(name)
+    return list(ordered)
+
+
+def base_columns(measured: Mapping[str, Mapping[str, Column]]) -> set[str]:
+    """The columns of all tables; `measured` has those of some kinds of measurement, by table."""
+    schemas = [
+        *(table.schema(measured[name].values()) for name, table in TABLES.items()),
+        *map(run_tables.schema_of, run_tables.CONTENTS),
+    ]
+    return {"label", *PARTITION_NAMES, *(name for schema in schemas for name in schema.names)}
+
+
+def create_base(
+    connection: duckdb.DuckDBPyConnection,
+    names: Iterable[str],
+    measured: Mapping[str, Mapping[str, Column]],
+) -> None:
+    """Create what has some names, over tables without rows. `measured` has the columns by table.
+
+    Creating a view opens a file of every run below it. So all views are created over empty tables,
+    and the tables are pointed at the files last.
+    """
+    # Many statements, each of which would be a transaction of its own.
     connection.begin()
-    connection.execute("CREATE SCHEMA internal")
-    # Creating a view opens a file of every run below it. So all views are created over empty
-    # tables, and the tables are pointed at the files last.
-    measured = run_tables.measured_columns(runs)
-    partitions = [pa.field(column.name, pa.string()) for column in PARTITIONS]
-    for table in TABLES.values():
-        columns = [*partitions, *table.schema(measured[table.name].values())]
-        # Seven times as fast as a copy of an Arrow table without rows.
-        connection.execute(f"CREATE TABLE internal.{table.name}_content ({_sql_columns(columns)})")
-    # Their rows come when the tables are pointed at the files.
-    for name in ("runs", "shards"):
-        columns = _sql_columns(run_tables.schema_of(name))
-        connection.execute(f"CREATE TABLE internal.{name}_content ({columns})")
-    for name, content in (
-        ("statistics", run_tables.statistics_table(runs)),
-        ("formulas", run_tables.formulas_table(runs)),
-    ):
-        store_content(connection, name, content)
-    for name in ("runs", "shards", "statistics", "formulas"):
-        connection.execute(f"CREATE VIEW internal.{name} AS FROM internal.{name}_content")
-    source_views = {name: source_sql(source, []) for name, source in SOURCES.items()}
-    for name, sql in source_views.items():
-        connection.execute(f"CREATE VIEW internal.{name} AS {sql}")
-    for name in VIEWS:
-        # Every view with layers and heads also has the name that people write, L5H1.
-        columns = TABLES[name].schema().names if name in TABLES else []
-        needs_label = {"layer", "head"} <= {*columns} and "label" not in columns
-        label = ", 'L' || layer || 'H' || head AS label" if needs_label else ""
-        connection.execute(f"CREATE VIEW main.{name} AS SELECT *{label} FROM internal.{name}")
-    connection.execute(MACROS.read_text(encoding="utf-8"))
-    # Where all is rolled up, the latter reads nothing.
-    for prefix, at_an_end in (("", ""), ("unrolled_", AT_AN_END)):
-        connection.execute(
-            f"""
-            CREATE VIEW internal.{prefix}documents AS
-            SELECT
-                run_id, intervention, sequence, pile_set_name,
-                CASE
-                    WHEN count(*) OVER (PARTITION BY run_id, intervention, document) > 1 {at_an_end}
-                    THEN document
-                END AS document
-            FROM internal.{prefix}sequences
-            WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
-        )
+    for name in names:
+        if name in TABLES:
+            table = TABLES[name]
+            partitions = [pa.field(column.name, pa.string()) for column in PARTITIONS]
+            columns = [*partitions, *table.schema(measured[name].values())]
+            _create_content(connection, name, columns)
+            # Every table with layers and heads also has the name that people write, L5H1.
+            has_label = {"layer", "head"} <= {*table.schema().names}
+            label = ", 'L' || layer || 'H' || head AS label" if has_label else ""
+            connection.execute(_view(f"internal.{name}", source_sql(SOURCES[name], [])))
+            connection.execute(_view(f"main.{name}", f"SELECT *{label} FROM internal.{name}"))
+        elif name in SOURCES:
+            connection.execute(_view(f"internal.{name}", source_sql(SOURCES[name], [])))
+        elif name in OF_DOCUMENTS:
+            connection.execute(_view(f"internal.{name}", _documents_sql(OF_DOCUMENTS[name])))
+        else:
+            _create_content(connection, name, run_tables.schema_of(name))
+            connection.execute(_view(f"main.{name}", f"FROM internal.{name}_content"))
     connection.commit()
-    return source_views
+
+
+def _documents_sql(sequences: str) -> str:
+    # Where all is rolled up, the unrolled sequences read nothing.
+    at_an_end = AT_AN_END if sequences == UNROLLED_SEQUENCES.name else ""
+    return f"""
+        SELECT
+            run_id, intervention, sequence, pile_set_name,
+            CASE
+                WHEN count(*) OVER (PARTITION BY run_id, intervention, document) > 1 {at_an_end}
+                THEN document
+            END AS document
+        FROM internal.{sequences}
+        WINDOW in_order AS (PARTITION BY run_id, intervention ORDER BY sequence)"""
+
+
+def _create_content(
+    connection: duckdb.DuckDBPyConnection, name: str, columns: Iterable[pa.Field]
+) -> None:
+    # Seven times as fast as a copy of an Arrow table without rows.
+    connection.execute(f"CREATE TABLE internal.{name}_content ({_sql_columns(columns)})")
+
+
+def _view(name: str, sql: str) -> str:
+    return f"CREATE VIEW {name} AS {sql}"
 
 
 def store_content(connection: duckdb.DuckDBPyConnection, name: str, content: pa.Table) -> None:

@@ -4,7 +4,8 @@ import json
 import math
 import re
 
-from headcount.queries.open.descriptions import PREFIXES, column_texts
+from headcount.queries.open.comments import column_texts
+from headcount.queries.open.descriptions import PREFIXES
 from headcount.queries.open.opened_runs import OpenedRuns
 from headcount.queries.open.run_tables import measured_columns
 from headcount.schemas.filled_tables import FILLINGS, TABLES

@@ -1,10 +1,16 @@
-"""What a connection may take and reach: its memory, its temporary directory, and its runs alone."""
+"""What a query may take and reach: memory, a temporary directory, and its runs alone.
+
+DuckDB's own limit on memory counts buffers, not what a function returns. So a process that asks is
+held to a limit, too, where Linux can do that.
+"""
 
 import os
 import re
+import resource
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
@@ -17,6 +23,21 @@ MEMORY = "50%"  # Memory that a query may take. What needs more goes to the temp
 
 MEMORY_SIZE = re.compile(r"(?=.*[1-9])(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)", re.IGNORECASE)
 """A size that is not zero, and its unit."""
+
+OUT_OF_MEMORY = (duckdb.OutOfMemoryException, MemoryError)
+"""What DuckDB, Arrow and Python raise."""
+
+NEEDS_MEMORY = (
+    "the query needs more memory than it may take, or more disk than is free for what does not "
+    "fit; --memory 8GB gives it more, fewer columns or runs need less"
+)
+
+BESIDE_DUCKDB = 256 * 2**20
+"""Bytes that a query may take beyond DuckDB's limit: for the rows that it returns, and threads."""
+
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+STATUS = Path("/proc/self/status")
 
 
 def check_memory(size: str) -> str:
@@ -70,3 +91,56 @@ def lock_down(connection: duckdb.DuckDBPyConnection, paths: Iterable[str], memor
             raise QueryError(
                 f"--memory {memory}: is less than the runs themselves need; try 1GB"
             ) from None
+
+
+@contextmanager
+def held_to_memory(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Let this process take little more than DuckDB may, in a block."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    hold_to_memory(connection)
+    try:
+        with memory_errors_in_one_line():
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def hold_to_memory(connection: duckdb.DuckDBPyConnection) -> None:
+    """Let this process take little more than DuckDB may, beside what it has now."""
+    limit = _limit(connection)
+    if limit is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+
+
+def allow_all_memory() -> None:
+    """Take the limit back."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+@contextmanager
+def memory_errors_in_one_line() -> Iterator[None]:
+    """Say what to do if DuckDB, Arrow or Python does not get memory in a block."""
+    try:
+        yield
+    except OUT_OF_MEMORY:
+        raise QueryError(NEEDS_MEMORY) from None
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        raise QueryError(NEEDS_MEMORY) from None
+
+
+def _limit(connection: duckdb.DuckDBPyConnection) -> int | None:
+    """What the process has now and what a query may take besides. None if Linux does not say."""
+    if not STATUS.exists():
+        return None
+    match = re.search(r"^VmData:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    if match is None:
+        return None
+    ((setting,),) = connection.execute("SELECT current_setting('memory_limit')").fetchall()
+    number, unit = setting.split()
+    return int(match[1]) * 1024 + int(float(number) * UNITS[unit]) + BESIDE_DUCKDB

@@ -14,7 +14,7 @@ a statistic says so, and above or from which mean on it calls them by a name: SQ
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -106,19 +106,25 @@ class NamedQuery:
         )
 
     @property
+    def sql_by_default(self) -> str:
+        """The SQL in which parameters are their defaults."""
+        values = {p.name: f"CAST({p.default} AS {p.type})" for p in self.parameters}
+        return self._with_parameters_as(lambda name: values[name])
+
+    @property
     def macro_body(self) -> str:
         """The SQL in which parameters are plain names, as in the body of a macro."""
-        return self._with_parameters_as(r"\1")
+        return self._with_parameters_as(str)
 
     @property
     def grouped_macro_body(self) -> str:
         """The same with each parameter in a query of its own, as groups of rows need it."""
-        return self._with_parameters_as(r"(SELECT \1)")
+        return self._with_parameters_as("(SELECT {})".format)
 
-    def _with_parameters_as(self, form: str) -> str:
+    def _with_parameters_as(self, form: Callable[[str], str]) -> str:
         names = "|".join(parameter.name for parameter in self.parameters)
         # To the end of the word: one name may begin with another.
-        return re.sub(rf"\$({names})\b", form, self.sql)
+        return re.sub(rf"\$({names})\b", lambda match: form(match[1]), self.sql)
 
     @property
     def required(self) -> list[Parameter]:

@@ -9,18 +9,21 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
-from headcount.queries.open import run_tables
-from headcount.queries.open.base_views import create_base_views, store_content
-from headcount.queries.open.descriptions import VIEWS, describe_views
-from headcount.queries.open.limits import MEMORY, lock_down
-from headcount.queries.open.named_queries import QUERIES, read_queries
-from headcount.queries.open.rollup_views import (
-    MeasuredStatistic,
-    create_rollup_views,
-    measured_statistics,
+from headcount.queries.open import rooms
+from headcount.queries.open.base_views import (
+    BASE,
+    MACRO_NAMES,
+    MACROS_SQL,
+    base_columns,
+    create_base,
+    store_content,
+    with_foundations,
 )
+from headcount.queries.open.descriptions import VIEWS
+from headcount.queries.open.limits import MEMORY, lock_down
+from headcount.queries.open.named_queries import QUERIES, NamedQuery, read_queries
 from headcount.queries.open.run import READINGS, ReadRun, Run, read_run, read_runs
-from headcount.queries.open.run_queries import queries_of_runs
+from headcount.queries.open.run_tables import CONTENTS, measured_columns
 from headcount.queries.open.shipped_views import (
     BLIND,
     DYNAMIC,
@@ -38,8 +41,14 @@ from headcount.queries.open.table_sql import (
 from headcount.queries.open.verified_files import Tell, changing_too_fast, verified
 from headcount.schemas.errors import QueryError, StoreError
 from headcount.schemas.filled_tables import TABLES
+from headcount.schemas.packages import entered
 from headcount.schemas.places import Place, StorePath, place
 from headcount.schemas.tables import HEADS
+
+NO_RUNS: list[Run] = []
+
+FOUNDATION = {"rollups", "unrolled_documents", UNROLLED_HEADS.name, UNROLLED_SEQUENCES.name}
+"""What the views of roll-ups stand on."""
 
 
 def say_nothing(line: str) -> None:
@@ -61,15 +70,25 @@ class OpenedRuns:
         self.runs = list(runs)  # another list once damage was found
         self.left_out = [str(error) for error in unreadable]  # why some cannot be read at all
         self.tell = tell  # called with a line whenever a query finds damage
-        self.shipped = ShippedViews(queries_of_runs(self.runs, connection) | read_queries(queries))
+        own_queries: dict[str, NamedQuery] = {}
+        if any(run.queries for run in self.runs):
+            own_queries = entered(rooms.QUERIES_OF_RUNS)(self.runs, connection)
+        self.shipped = ShippedViews(
+            own_queries | read_queries(queries),
+            lambda: base_columns(measured_columns(self.runs)),
+        )
         """The named queries, whose views are made when a query names them."""
         self._lock = Lock()  # held while views are made: threads share them
         self._is_described = False  # whether views and columns have comments
         self._added_views: dict[str, str] = {}
         """The SQL of views that the caller added, by name. Each stands on earlier ones at most."""
+        self._filled_from: dict[str, list[Run]] = {}
+        """What was made of `BASE` by now, each with the runs that it shows: none at first."""
         self._source_views: dict[str, str] = {}  # the SQL of the view of each source
-        self._unrolled: list[MeasuredStatistic] = []
-        """The statistics that the views of roll-ups read from rows."""
+        self._are_macros_made = False
+        self._unrolled: list[str] | None = None
+        """The runs whose rows the views of roll-ups read; None before there are such views."""
+        self._told = set(self.damage())  # whoever opens the runs asks for these lines
         self._committed: dict[str, Any] = {}
         """What commits say about objects of stores that count, by key (`queries.open.stores`)."""
 
@@ -88,9 +107,8 @@ class OpenedRuns:
         `code` reads only the shards that it measured. `memory` is what queries may take: `4GB`, or
         a share of the machine's, `50%`. `read` may remember runs that were opened before.
 
-        Opening compares the names and sizes of files with their commits. `hold_to_commits` also
-        compares the content of those that a query reads, and makes the views that it names: all
-        views take half a second.
+        Opening compares the names and sizes of files with their commits, and makes nothing:
+        `hold_to_commits` makes what a query names, and compares the content of files that it reads.
         """
         runs, unreadable = read_runs(place(path), code, read)
         opened = cls(duckdb.connect(), runs, unreadable, queries, tell)
@@ -99,17 +117,13 @@ class OpenedRuns:
         return opened
 
     def build(self) -> None:
-        """Create the tables of the runs in an empty database, and point them at the files."""
+        """Prepare an empty database."""
         if in_stores := self._in_stores:
-            # This imports fsspec, which other runs need not wait for.
-            from headcount.queries.open.stores import register_stores
-
+            register_stores = entered(rooms.REGISTER_STORES)
             register_stores(self.connection, [path for path, _ in in_stores], self._committed)
         # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
         self.connection.execute("SET python_enable_replacements = false")
-        self._source_views = create_base_views(self.connection, self.runs)
-        self.shipped.foundation = self._create_rollup_views
-        self._point_at_files(self.connection)
+        self.connection.execute("CREATE SCHEMA internal")
 
     def add_view(self, name: str, sql: str) -> None:
         """Add a view of the caller's."""
@@ -127,16 +141,18 @@ class OpenedRuns:
         return self.connection.cursor()
 
     def fetched(self, sql: str, *parameters: object) -> list[tuple[Any, ...]]:
-        """Rows about the database itself, which no damage changes."""
+        """Rows about the runs or the database itself, which no damage of files changes."""
+        with self._lock:
+            self._make_base(self.cursor(), self._text_of(sql))
+            self._point_at_files(self.cursor())
         return self.cursor().execute(sql, parameters).fetchall()
 
     @property
     def view_descriptions(self) -> dict[str, str]:
         """Every view and what it is for, tables first."""
-        sql = "SELECT view_name FROM duckdb_views() WHERE schema_name = 'main' AND NOT internal"
         # Views that the caller has added are among them, without a description.
-        created = {name: "" for (name,) in self.fetched(sql)}
-        return VIEWS | dict(sorted((created | self.shipped.descriptions | VIEWS).items()))
+        added = dict.fromkeys(self._added_views, "")
+        return VIEWS | dict(sorted((added | self.shipped.descriptions | VIEWS).items()))
 
     def columns(self, view: str) -> frozenset[str]:
         """Names of a view's columns."""
@@ -156,6 +172,12 @@ class OpenedRuns:
         with self._lock:
             self._make_views(self.cursor(), query)
 
+    def make_tables(self) -> None:
+        """Make all tables, for queries on cursors of their own, which make nothing."""
+        with self._lock:
+            self._make_base(self.cursor(), "", everything=True)
+            self._point_at_files(self.cursor())
+
     def make_described_views(self) -> None:
         """Make all views, with comments that say what they and their columns mean."""
         with self._lock:
@@ -165,10 +187,17 @@ class OpenedRuns:
         self._make_views(cursor, None)
         if not self._is_described:
             descriptions = VIEWS | self.shipped.descriptions
-            describe_views(cursor, descriptions, run_tables.measured_columns(self.runs))
+            entered(rooms.DESCRIBE_VIEWS)(cursor, descriptions, measured_columns(self.runs))
             self._is_described = True
 
     def _make_views(self, cursor: duckdb.DuckDBPyConnection, query: str | None) -> None:
+        """Make what a query may stand on, or everything, and point it at the files last."""
+        named = self.shipped.queries if query is None else self.shipped.named_in(query)
+        code = " ".join(self.shipped.queries[name].code for name in named)
+        text = f"{self._text_of(query or '')} {code}"
+        self._make_base(cursor, text, everything=query is None)
+        if self._unrolled is None and (query is None or FOUNDED.search(text)):
+            self._create_rollup_views(cursor)
         try:
             self.shipped.create(cursor, query)
         except duckdb.Error:
@@ -176,9 +205,34 @@ class OpenedRuns:
             self.runs = [verified(run, list(TABLES), self.tell) for run in self.runs]
             self._point_at_files(cursor)
             self.shipped.create(cursor, query)
+        self._point_at_files(cursor)
         # Such a query may ask the database itself what its views mean.
         if query is not None and BLIND.search(query.lower()):
             self._make_described_views(cursor)
+
+    def _make_base(
+        self, cursor: duckdb.DuckDBPyConnection, text: str, everything: bool = False
+    ) -> None:
+        """Make the tables and macros that a text names, without rows."""
+        words = {*re.findall(r"\w+", text)}
+        if FOUNDED.search(text):
+            words |= FOUNDATION
+        names = [name for name in BASE if everything or name in words]
+        new = [name for name in with_foundations(names) if name not in self._filled_from]
+        if new:
+            create_base(cursor, new, measured_columns(self.runs))
+            self._filled_from |= dict.fromkeys(new, NO_RUNS)
+        if not self._are_macros_made and (everything or MACRO_NAMES & words):
+            cursor.execute(MACROS_SQL)
+            self._are_macros_made = True
+
+    def _text_of(self, sql: str) -> str:
+        """A query in small letters, with the SQL of views in it that the caller added."""
+        text = sql.lower()
+        for name, code in reversed(self._added_views.items()):
+            if name.lower() in text:
+                text += f" {code.lower()}"
+        return text
 
     def hold_to_commits(self, sql: str) -> None:
         """Make the views that a query names, and take what is damaged of its files out of all."""
@@ -187,14 +241,13 @@ class OpenedRuns:
             sources = self.sources_read(sql)
             # Under the lock: a thread that asks meanwhile waits, and reads what was compared.
             runs = [_with_verified_sources(run, sources, self.tell) for run in self.runs]
-            if all(new is old for new, old in zip(runs, self.runs, strict=True)):
-                return
-            known_lines = set(self.damage())
-            self.runs = runs
-            self._point_at_files(self.cursor())
+            if any(new is not old for new, old in zip(runs, self.runs, strict=True)):
+                self.runs = runs
+                self._point_at_files(self.cursor())
         # The lock is free again: `tell` is the caller's, and may ask for something itself.
         for line in self.damage():
-            if line not in known_lines:
+            if line not in self._told:
+                self._told.add(line)
                 self.tell(f"warning: {line}")
 
     def damage(self) -> list[str]:
@@ -223,16 +276,13 @@ class OpenedRuns:
         comparing one table too many does no harm. In named queries, only what they select from
         does.
         """
-        text = sql.lower()
-        for name, code in reversed(self._added_views.items()):
-            if name.lower() in text:
-                text += f" {code.lower()}"
+        text = self._text_of(sql)
         if DYNAMIC.search(text):
             return list(SOURCES)
         shipped = [self.shipped.queries[name].code for name in self.shipped.named_in(text)]
         names = {*re.findall(r"\w+", text), *tables_named(" ".join(shipped))}
         if FOUNDED.search(" ".join([text, *shipped])):
-            names |= {"rollups", UNROLLED_HEADS.name, UNROLLED_SEQUENCES.name}
+            names |= FOUNDATION
         # The documents of sequences.
         names |= {"sequences"} if "documents" in names else set()
         return [name for name in SOURCES if name in names]
@@ -244,47 +294,53 @@ class OpenedRuns:
         return [(path, run.done) for path, run in paths if isinstance(path, StorePath)]
 
     def _point_at_files(self, cursor: duckdb.DuckDBPyConnection) -> None:
-        """Point the tables at the files that count, and fill the tables that describe the runs."""
+        """Point what was made at the files that count, and fill the tables about the runs."""
         # DuckDB opens a file of each run to create a view. If that fails, damage is looked for now;
         # it takes a shard out of all tables, so all tables are tried again.
         for _ in range(READINGS):
-            # Before anything is opened: stores are not asked for what a commit says. A shard may
-            # have been measured again.
-            for path, commits in self._in_stores:
-                from headcount.queries.open.stores import committed_objects
-
-                self._committed |= committed_objects(path, commits)
-            unfit_sources: list[Source] = []
-            for name, source in SOURCES.items():
-                sql = source_sql(source, self.runs)
-                # To make a view opens files; one that reads the same files stays.
-                if sql == self._source_views[name]:
-                    continue
-                if _error_of(cursor, f"CREATE OR REPLACE VIEW internal.{name} AS {sql}"):
-                    unfit_sources.append(source)
-                else:
-                    self._source_views[name] = sql
-            if not unfit_sources:
+            outdated = [name for name, runs in self._filled_from.items() if runs is not self.runs]
+            unfit = self._unfit_of(cursor, [SOURCES[name] for name in outdated if name in SOURCES])
+            if not unfit:
                 break
-            names = [source.table.name for source in unfit_sources]
+            names = [source.table.name for source in unfit]
             self.runs = [verified(run, names, self.tell) for run in self.runs]
-            for source in unfit_sources:
+            for source in unfit:
                 self._leave_out_misfits(cursor, source)
         else:
             raise changing_too_fast(self.runs[0])
-        store_content(cursor, "runs", run_tables.runs_table(self.runs))
-        store_content(cursor, "shards", run_tables.shards_table(self.runs))
-        if self.shipped.foundation is None and self._unrolled_statistics() != self._unrolled:
+        for name in outdated:
+            if name in CONTENTS:
+                store_content(cursor, name, CONTENTS[name](self.runs))
+            self._filled_from[name] = self.runs
+        if outdated and self._unrolled is not None and self._unrolled != self._unrolled_runs():
             self._create_rollup_views(cursor)
 
-    def _create_rollup_views(self, cursor: duckdb.DuckDBPyConnection) -> None:
-        self._unrolled = self._unrolled_statistics()
-        create_rollup_views(cursor, self._unrolled)
+    def _unfit_of(self, cursor: duckdb.DuckDBPyConnection, sources: list[Source]) -> list[Source]:
+        """Point sources at their files; those whose files DuckDB does not take."""
+        # Before anything is opened: stores are not asked for what a commit says. A shard may have
+        # been measured again.
+        for path, commits in self._in_stores if sources else ():
+            self._committed |= entered(rooms.COMMITTED_OBJECTS)(path, commits)
+        unfit: list[Source] = []
+        for source in sources:
+            sql = source_sql(source, self.runs)
+            # To make a view opens files; one that reads the same files stays.
+            if sql == self._source_views.get(source.name, source_sql(source, NO_RUNS)):
+                continue
+            if _error_of(cursor, f"CREATE OR REPLACE VIEW internal.{source.name} AS {sql}"):
+                unfit.append(source)
+            else:
+                self._source_views[source.name] = sql
+        return unfit
 
-    def _unrolled_statistics(self) -> list[MeasuredStatistic]:
-        """The statistics of rows that are in no roll-up. A select of each takes time to plan."""
-        runs = [run for run in self.runs if run.files(HEADS.name, unrolled=True)]
-        return measured_statistics(runs)
+    def _create_rollup_views(self, cursor: duckdb.DuckDBPyConnection) -> None:
+        self._unrolled = self._unrolled_runs()
+        runs = [run for run in self.runs if run.directory.run_id in self._unrolled]
+        entered(rooms.CREATE_ROLLUP_VIEWS)(cursor, runs)
+
+    def _unrolled_runs(self) -> list[str]:
+        """The runs with rows in no roll-up; a select of each statistic takes time to plan."""
+        return [run.directory.run_id for run in self.runs if run.files(HEADS.name, unrolled=True)]
 
     def _leave_out_misfits(self, cursor: duckdb.DuckDBPyConnection, source: Source) -> None:
         """Leave out runs whose files do not fit their manifests; an error if none is left."""

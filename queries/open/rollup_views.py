@@ -84,10 +84,9 @@ def measured_statistics(runs: Sequence[Run]) -> list[MeasuredStatistic]:
     ]
 
 
-def create_rollup_views(
-    connection: duckdb.DuckDBPyConnection, statistics: Sequence[MeasuredStatistic]
-) -> None:
-    """Create the internal views; no statistic at all gives views without rows."""
+def create_rollup_views(connection: duckdb.DuckDBPyConnection, runs: Sequence[Run]) -> None:
+    """Create the internal views, which read the rows of some runs; of none, roll-ups alone."""
+    statistics = measured_statistics(runs)
     for prefix, keys in (("subset", SUBSET_KEYS), ("head", HEAD_KEYS)):
         # Those of subsets of the Pile, or the far fewer of whole heads.
         level = "by_subset" if keys == SUBSET_KEYS else "NOT by_subset"

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,15 @@ def formulas_table(runs: list[Run]) -> pa.Table:
         kind_facts = {"field": kind.field, "kind": kind.word, "table": kind.table.name}
         rows += [row | kind_facts for row in _formula_rows(runs, kind.field)]
     return pa.Table.from_pylist(rows, schema=schema_of("formulas"))
+
+
+CONTENTS: Mapping[str, Callable[[list[Run]], pa.Table]] = {
+    "runs": runs_table,
+    "shards": shards_table,
+    "statistics": statistics_table,
+    "formulas": formulas_table,
+}
+"""What the tables that describe the runs hold, by name."""
 
 
 def _formula_rows(runs: list[Run], field: str) -> list[FormulaFacts]:

@@ -1,14 +1,16 @@
 """The views of named queries, made when they are asked, and why one cannot be answered."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import duckdb
 
 from headcount.queries.open.descriptions import PREFIXES
 from headcount.queries.open.named_queries import NamedQuery
+from headcount.queries.open.rooms import KINDS
 from headcount.queries.open.sql_text import quoted_name, text_literal
+from headcount.schemas.packages import entered
 
 DYNAMIC = re.compile(r'\bquery(?:_table)?"?\s*(?:\(|/\*|--)')
 """A function that runs a text, in which any table may be named, or pieced together.
@@ -25,6 +27,12 @@ FOUNDED = re.compile(r"\binternal\.(?:head|subset)_")
 """Names of the internal views that some queries stand on, which take time to create."""
 
 
+REFUSALS = (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException)
+"""What DuckDB has against a query itself, whatever its files hold."""
+
+CALL = r"\"?(?:\s|--.*\n|/\*.*?\*/)*\("
+"""What follows the name of a query that is called with values."""
+
 NOT_GROUPED = "must appear in the GROUP BY clause"
 """What DuckDB says of a column that stands beside groups and is none of them."""
 
@@ -39,17 +47,17 @@ def tables_named(code: str) -> set[str]:
 class ShippedViews:
     """The named queries of a connection, and which of them have a view by now.
 
-    A query with parameters also has a table macro of its name. A query that needs a column which no
-    run has gets a view that says so when it is asked.
+    A query with parameters also gets a table macro of its name, once it is called with values. A
+    query that needs a column which no run has gets a view that says so when it is asked.
     """
 
     queries: dict[str, NamedQuery]
-    created: set[str] = field(default_factory=set[str])  # views that answer, or say why not
+    columns: Callable[[], Collection[str]]  # those of all tables, also of tables not made yet
+    views: set[str] = field(default_factory=set[str])  # those that answer, or say why not
+    macros: set[str] = field(default_factory=set[str])  # likewise
     reasons: dict[str, str] = field(default_factory=dict[str, str])  # why some cannot be answered
     unmeasured: dict[str, str] = field(default_factory=dict[str, str])
     """The column that a view needs and no run has, by name of the view."""
-    foundation: Callable[[duckdb.DuckDBPyConnection], None] | None = None
-    """Creates the internal views that some queries stand on, which takes time. None if done."""
 
     @property
     def descriptions(self) -> dict[str, str]:
@@ -81,50 +89,106 @@ class ShippedViews:
         tables = tables_named(self.queries[name].code)
         return [other for other in self.queries if other != name and other.lower() in tables]
 
-    def create(self, connection: duckdb.DuckDBPyConnection, sql: str | None = None) -> None:
-        """Create the views that a query may stand on, or all of them."""
-        names = self.named_in(" ".join(self.queries) if sql is None else sql)
-        text = " ".join([sql or "", *(self.queries[name].code for name in names)]).lower()
-        if self.foundation and FOUNDED.search(text):
-            self.foundation(connection)
-            self.foundation = None
-        for name in names:
-            if name not in self.created:
-                self._create_or_say_why_not(connection, name)
-                self.created.add(name)
+    def called_in(self, sql: str) -> list[str]:
+        """The queries with parameters that a query's text calls, or may call."""
+        text = sql.lower()
+        may_call_all = BLIND.search(text) is not None
+        return [
+            name
+            for name, query in self.queries.items()
+            if query.parameters
+            and (may_call_all or re.search(rf"(?<!\w){re.escape(name.lower())}{CALL}", text))
+        ]
 
-    def _create_or_say_why_not(self, connection: duckdb.DuckDBPyConnection, name: str) -> None:
-        query, foundations = self.queries[name], self._foundations_of(name)
-        root = next((other for other in foundations if other in self.reasons), None)
-        if root is not None:
-            reason = f"it stands on {root!r}: {self.reasons[root]}"
-            column = self.unmeasured.get(root)
-        else:
-            # DuckDB binds a view when it is created, and so finds a column that no run has.
+    def create(self, connection: duckdb.DuckDBPyConnection, sql: str | None = None) -> None:
+        """Create the views that a query may stand on, and the macros that it calls, or all."""
+        names = self.named_in(" ".join(self.queries) if sql is None else sql)
+        code = " ".join([sql or "", *(self.queries[name].code for name in names)])
+        called = self.called_in(code if sql is not None else "(".join([*names, ""]))
+        for name in names:
+            if name not in self.views:
+                self._create_view(connection, name)
+            # Before the views that stand on it, which may call it.
+            if name in called and name not in self.macros:
+                self._create_macro(connection, name)
+
+    def _create_view(self, connection: duckdb.DuckDBPyConnection, name: str) -> None:
+        """Create the view of a query, or one that says why it has no answer."""
+        if problem := self._why_no_view(connection, name):
+            sql = _failing_query(problem)
+            connection.execute(f"CREATE VIEW {quoted_name(name)} AS {sql}")
+        self.views.add(name)
+
+    def _why_no_view(self, connection: duckdb.DuckDBPyConnection, name: str) -> str | None:
+        """Create the view of a query; if it has no answer, say why."""
+        query = self.queries[name]
+        for other in self._foundations_of(name):
+            if other in self.reasons:
+                self._note(
+                    name,
+                    f"it stands on {other!r}: {self.reasons[other]}",
+                    self.unmeasured.get(other),
+                )
+                return self._problem(name)
+        if query.required:
+            # Of columns that no run has, its macro is the one that knows.
+            self._create_macro(connection, name)
+            is_sound = name not in self.reasons
+            return query.what_is_missing(query.required) if is_sound else self._problem(name)
+        # DuckDB binds a view when it is created, and so finds a column that no run has.
+        try:
+            connection.execute(f"CREATE VIEW {quoted_name(name)} AS {query.sql_by_default}")
+        except REFUSALS as error:
+            # The runs did not measure the statistic that is the default; the macro takes others.
+            statistic = unmeasured_statistic(str(error))
+            if statistic is not None and query.parameters:
+                return (
+                    f"statistic {statistic!r} was not measured in these runs{way_to(statistic)}; "
+                    f"--statistic names another (in SQL: FROM {name}(statistic := …))"
+                )
+            self._note_refusal(connection, name, error)
+            return self._problem(name)
+        return None
+
+    def _create_macro(self, connection: duckdb.DuckDBPyConnection, name: str) -> None:
+        """Create the macro of a query, or one that says why it has no answer."""
+        query = self.queries[name]
+        if name not in self.reasons:
             try:
-                _create(connection, query, foundations)
-                return
-            except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException) as why:
-                reason = str(why).partition("\n")[0]
-                named = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', reason)
-                sql = "SELECT column_name FROM duckdb_columns() WHERE schema_name = 'main'"
-                known = {known for (known,) in connection.execute(sql).fetchall()}
-                # A column that some table has is missing for another reason.
-                column = named[1] if named and named[1] not in known else None
-                if not isinstance(why, duckdb.BinderException):
-                    column = None
+                _create_macro(connection, query, self._foundations_of(name))
+            except REFUSALS as error:
+                self._note_refusal(connection, name, error)
+        if name in self.reasons:
+            body = _failing_query(self._problem(name))
+            connection.execute(
+                f"CREATE MACRO {quoted_name(name)}({query.declared}) AS TABLE {body}"
+            )
+        self.macros.add(name)
+
+    def _note_refusal(
+        self, connection: duckdb.DuckDBPyConnection, name: str, error: duckdb.Error
+    ) -> None:
+        """Note why DuckDB does not take a query: mostly for a column that no run has."""
+        reason = str(error).partition("\n")[0]
+        column = re.search(r'[Cc]olumn (?:named )?"([^"]+)"', reason)
+        # A column that some table has is missing for another reason.
+        is_missing = column is not None and not self._is_known(connection, column[1])
+        is_binding = isinstance(error, duckdb.BinderException)
+        self._note(name, reason, column[1] if column and is_missing and is_binding else None)
+
+    def _is_known(self, connection: duckdb.DuckDBPyConnection, column: str) -> bool:
+        """Whether a table, or a view that is there, has a column."""
+        sql = "SELECT 1 FROM duckdb_columns() WHERE schema_name = 'main' AND column_name = ?"
+        return column in self.columns() or bool(connection.execute(sql, [column]).fetchall())
+
+    def _note(self, name: str, reason: str, column: str | None) -> None:
+        """Note why a query has no answer: for a reason, or for a column that no run has."""
         if column is not None:
             # A uniform baseline is measured with its statistic.
             column = column.removeprefix("uniform_")
             reason = f"it needs column {column!r}, which none of them measured{way_to(column)}"
             self.unmeasured[name] = column
         self.reasons[name] = reason
-        # The query may have failed after its macro was there.
-        view = quoted_name(name)
-        connection.execute(f"DROP MACRO TABLE IF EXISTS {view}")
-        connection.execute(_failing_view(name, self._problem(name)))
-        if query.parameters:
-            connection.execute(f"CREATE MACRO {view}({query.declared}) AS TABLE FROM {view}")
 
     def _problem(self, name: str) -> str:
         return f"view {name!r} cannot be answered from these runs: {self.reasons[name]}"
@@ -138,42 +202,25 @@ class ShippedViews:
         return self._problem(problems[-1]) if problems else None
 
 
-def _create(
+def _create_macro(
     connection: duckdb.DuckDBPyConnection, query: NamedQuery, foundations: Iterable[str]
 ) -> None:
-    """Create the view of a query, and its macro if it has parameters."""
-    view = quoted_name(query.name)
-    if not query.parameters:
-        connection.execute(f"CREATE VIEW {view} AS {query.sql}")
-        return
+    """Create the macro of a query with parameters."""
+    begin = f"CREATE MACRO {quoted_name(query.name)}({query.declared}) AS TABLE"
     try:
-        _create_macro(connection, query, query.macro_body, foundations)
+        _create_beside_columns(connection, f"{begin} {query.macro_body}", foundations)
     except duckdb.BinderException as error:
         if NOT_GROUPED not in str(error):
             raise
         # DuckDB takes a parameter for a column, which HAVING and the columns beside groups may not
         # name. In a query of its own it may stand there.
-        _create_macro(connection, query, query.grouped_macro_body, foundations)
-    if query.required:
-        connection.execute(_failing_view(query.name, query.what_is_missing(query.required)))
-        return
-    try:
-        connection.execute(f"CREATE VIEW {view} AS FROM {view}()")
-    except duckdb.BinderException as error:
-        # The runs did not measure the statistic that is the default; the macro takes others.
-        if (statistic := unmeasured_statistic(str(error))) is None:
-            raise
-        problem = (
-            f"statistic {statistic!r} was not measured in these runs{way_to(statistic)}; "
-            f"--statistic names another (in SQL: FROM {query.name}(statistic := …))"
-        )
-        connection.execute(_failing_view(query.name, problem))
+        _create_beside_columns(connection, f"{begin} {query.grouped_macro_body}", foundations)
 
 
-def _create_macro(
-    connection: duckdb.DuckDBPyConnection, query: NamedQuery, body: str, foundations: Iterable[str]
+def _create_beside_columns(
+    connection: duckdb.DuckDBPyConnection, macro: str, foundations: Iterable[str]
 ) -> None:
-    macro = f"CREATE MACRO {quoted_name(query.name)}({query.declared}) AS TABLE {body}"
+    """Create a macro, also if a view that it reads has columns with the names of its parameters."""
     try:
         connection.execute(macro)
     except duckdb.BinderException as error:
@@ -206,10 +253,10 @@ def _create_over_tables(
         raise
 
 
-def _failing_view(name: str, message: str) -> str:
+def _failing_query(message: str) -> str:
     error = f"error({text_literal(message)})"
     # The condition makes SELECT count(*) fail too, which does not compute the column.
-    return f"CREATE VIEW {quoted_name(name)} AS SELECT {error} AS missing WHERE {error} IS NULL"
+    return f"SELECT {error} AS missing WHERE {error} IS NULL"
 
 
 def base_names(column: str) -> set[str]:
@@ -219,10 +266,7 @@ def base_names(column: str) -> set[str]:
 
 def way_to(column: str) -> str:
     """How the next scan measures a column that no run has. Empty if no scan can."""
-    # Every formula there is: nothing else in queries asks for it, and most never get here.
-    from headcount.schemas.kinds import KINDS
-
-    for kind in KINDS:
+    for kind in entered(KINDS):
         for name in sorted(base_names(column)):
             if kind.named_by is None and name in kind:
                 text = kind[name].text

@@ -9,8 +9,7 @@ import pytest
 
 from headcount.queries.ask.answers import run_query
 from headcount.queries.ask.asking import RunDatabase, open_runs
-from headcount.queries.ask.mistakes import SqlMistake
-from headcount.schemas.errors import QueryError
+from headcount.schemas.errors import QueryError, SqlMistake
 from tests.toys.commands import ended, printed
 from tests.toys.toy_runs import Cell, Row, write_run
 

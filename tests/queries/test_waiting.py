@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from headcount.queries.commands.query import waiting
+from headcount.queries.commands.opening import waiting
 
 
 def test_a_log_has_a_line_now_and_then_and_none_if_it_is_quick(

@@ -68,8 +68,7 @@ def measured_run(directory: Path, sequences: int | str, **changes: Any) -> RunDi
 def rows(run: RunDirectory) -> pa.Table:
     """The rows of `heads` that a reader sees, each once."""
     columns = "intervention, sequence, shard, layer, head, entropy, sink_mass"
-    table = open_tables(run.path).connection.sql(f"SELECT {columns} FROM heads ORDER BY ALL")
-    table = table.to_arrow_table()
+    table = open_tables(run.path).table(f"SELECT {columns} FROM heads ORDER BY ALL")
     keys = table.select(["intervention", "sequence", "layer", "head"]).to_pylist()
     assert len({tuple(key.values()) for key in keys}) == len(keys)
     return table
