@@ -122,6 +122,8 @@ class NamedQuery:
         return self._with_parameters_as("(SELECT {})".format)
 
     def _with_parameters_as(self, form: Callable[[str], str]) -> str:
+        if not self.parameters:
+            return self.sql
         names = "|".join(parameter.name for parameter in self.parameters)
         # To the end of the word: one name may begin with another.
         return re.sub(rf"\$({names})\b", lambda match: form(match[1]), self.sql)

@@ -103,8 +103,10 @@ class ShippedViews:
     def create(self, connection: duckdb.DuckDBPyConnection, sql: str | None = None) -> None:
         """Create the views that a query may stand on, and the macros that it calls, or all."""
         names = self.named_in(" ".join(self.queries) if sql is None else sql)
-        code = " ".join([sql or "", *(self.queries[name].code for name in names)])
-        called = self.called_in(code if sql is not None else "(".join([*names, ""]))
+        if sql is None:
+            called = [name for name in names if self.queries[name].parameters]
+        else:
+            called = self.called_in(" ".join([sql, *(self.queries[name].code for name in names)]))
         for name in names:
             if name not in self.views:
                 self._create_view(connection, name)
@@ -124,11 +126,8 @@ class ShippedViews:
         query = self.queries[name]
         for other in self._foundations_of(name):
             if other in self.reasons:
-                self._note(
-                    name,
-                    f"it stands on {other!r}: {self.reasons[other]}",
-                    self.unmeasured.get(other),
-                )
+                reason = f"it stands on {other!r}: {self.reasons[other]}"
+                self._note(name, reason, self.unmeasured.get(other))
                 return self._problem(name)
         if query.required:
             # Of columns that no run has, its macro is the one that knows.
