@@ -27,6 +27,7 @@ def column_facts(opened: OpenedRuns, query: str) -> Facts:
     preferred = [*views_read(opened, query), *TABLES]
     rank = {view: preferred.index(view) for view in preferred}
     # The query's views are there by now, and making all others would take half a second.
+    opened.make_tables()
     measured = measured_columns(opened.runs)
     texts = sorted(
         column_texts(opened.cursor(), measured),
