@@ -24,9 +24,12 @@ ASK = """
 import sys
 from headcount.command_line import main
 sys.argv = ["headcount", "query", sys.argv[1], "by_head"]
-main()
-files = {module.__file__ for name, module in sys.modules.items() if name.startswith("headcount")}
-print(*sorted(files), sep="\\n", file=sys.stderr)
+try:
+    main()
+finally:
+    for name in sorted(sys.modules):
+        if name.startswith("headcount"):
+            print(sys.modules[name].__file__, file=sys.stderr)
 """
 
 
@@ -43,7 +46,7 @@ def test_a_named_query_enters_no_room(small: Path) -> None:
     modules = {file.relative_to(ROOT / "headcount").with_suffix("").as_posix() for file in files}
     behind_doors = {door.rpartition(".")[0].replace(".", "/") for door in DOORS}
     assert modules & {*behind_doors, "schemas/object_stores"} == set()
-    assert len(files) <= MOST_FILES
+    assert 30 < len(files) <= MOST_FILES
     assert sum(len(file.read_text("utf-8").splitlines()) for file in files) <= MOST_LINES
 
 
