@@ -1,12 +1,12 @@
-"""What a list of heads is worth: passkeys that a model finds behind caches of one size.
+"""What a list of heads is worth: numbers that a model finds behind caches of one size.
 
     .venv-kvpress/bin/python -m benchmarks.real_models.passkeys MODEL DUO…
 
 MODEL is a GGUF file or a directory, each DUO a folder of `headcount export duo` of it. kvpress
 needs an environment of its own, tests/kvpress/requirements.txt and gguf, so nothing of ours is
 imported here. Each prompt is 1,500 tokens of Python's reference with a number of five digits
-somewhere. Its cache is cut before the question is known. Then the model is asked, and answers
-greedily.
+somewhere, in one of two wordings. Its cache is cut before the question is known. Then the model is
+asked, and answers greedily.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -37,6 +38,16 @@ STREAMING = 0.75
 RANDOM_LISTS = 3
 NEEDLE = "\n\nThe pass key is {}. Remember it. {} is the pass key.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"
+WORDINGS = {
+    "pass key": (NEEDLE, QUESTION),
+    "locker": (
+        "\n\nNote for later: the locker of Marta has the number {}.\n\n",
+        "\n\nWhich number has the locker of Marta? The locker of Marta has the number",
+    ),
+}
+"""What says the number, and what asks for it. The first is the harder one: in a text in which much
+"is a special …", few numbers follow "is".
+"""
 
 
 @dataclass
@@ -63,26 +74,36 @@ def shuffled(folder: Path, seed: int, place: Path) -> Path:
     return made
 
 
-def prompts(tokenizer: Any) -> Iterator[tuple[torch.Tensor, str]]:  # noqa: ANN401
-    """Tokens [1 position] of a text with a number in it, and the number."""
+def prompts(
+    tokenizer: Any,  # noqa: ANN401
+    sentence: str = NEEDLE,
+) -> Iterator[tuple[torch.Tensor, str]]:
+    """Tokens [1 position] of a text with a number in it, as a sentence says it, and the number."""
     text = tokenizer("\n\n".join(topics.values()), add_special_tokens=False).input_ids
     generator = np.random.default_rng(0)
     for depth in np.linspace(0.05, 0.85, PROMPTS):
         number = str(generator.integers(10 ** (DIGITS - 1), 10**DIGITS))
-        needle = tokenizer(NEEDLE.format(number, number), add_special_tokens=False).input_ids
+        words = sentence.replace("{}", number)
+        needle = tokenizer(words, add_special_tokens=False).input_ids
         start = int(generator.integers(len(text) - TOKENS))
-        words = text[start : start + TOKENS - len(needle)]
-        place = int(depth * len(words))
-        yield torch.tensor([[*words[:place], *needle, *words[place:]]]), number
+        around = text[start : start + TOKENS - len(needle)]
+        place = int(depth * len(around))
+        yield torch.tensor([[*around[:place], *needle, *around[place:]]]), number
 
 
 @torch.inference_mode()
-def answer(model: Any, tokenizer: Any, press: Any, tokens: torch.Tensor) -> str:  # noqa: ANN401
+def answer(
+    model: Any,  # noqa: ANN401
+    tokenizer: Any,  # noqa: ANN401
+    press: Any,  # noqa: ANN401
+    tokens: torch.Tensor,
+    question: str = QUESTION,
+) -> str:
     """What the model says behind the cut cache, as many characters as a number has."""
     cache = DynamicCache()
     with press(model) if press else contextlib.nullcontext():
         model(tokens, past_key_values=cache, logits_to_keep=1)
-    asked = tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
+    asked = tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
     return said_behind(model, tokenizer, cache, tokens.shape[1], asked)
 
 
@@ -133,12 +154,14 @@ def main(path: Path, folders: Sequence[Path]) -> None:
             "ExpectedAttention": ExpectedAttentionPress(1 - kept),
         }
         print(f"{PROMPTS} numbers in {TOKENS} tokens each; {kept:.0%} of the cache kept")
-        for name, press in presses.items():
+        for (wording, (sentence, question)), (name, press) in product(
+            WORDINGS.items(), presses.items()
+        ):
             right = sum(
-                answer(model, tokenizer, press, tokens) == number
-                for tokens, number in prompts(tokenizer)
+                answer(model, tokenizer, press, tokens, question) == number
+                for tokens, number in prompts(tokenizer, sentence)
             )
-            print(f"{name:30} {right}", flush=True)
+            print(f"{wording:10} {name:30} {right}", flush=True)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ NOTES = {
 MASS = "labelled_key_mass(gold,answer)"
 """Attention from the answer to where it stands, by which heads are ranked before any is opened."""
 
+TOLERANCE = 0.02  # share of the recall that may be lost where needles count as recalled
+
 TIE_BREAK = 2e-6
 """How far scores at a border lie apart. DuoAttention adds up to 1e-6 to each, so as to break ties.
 """
@@ -182,15 +184,16 @@ def duo(
     if not (q <= LARGEST_Q).any():
         raise nothing_to_keep(source, score, sink, recent)
     scores, _ = kv_scores(source, score, sink, recent, group, margin=0)
-    ranking = (source.opening or {}).get("ranking")
-    if ranking is not None:
-        scores = scores_of_ranking(scores.shape, ranking)
+    opening = source.opening or {}
+    notes = [NOTES[score]] if score in NOTES else []
+    if "ranking" in opening:
+        scores = scores_of_ranking(scores.shape, opening["ranking"])
+        notes += note_of_opening(opening, scores.size)
     # Which heads are opened is no mean over documents: there are no halves to compare.
-    choice = None if ranking is not None else source.choice(heads_of)
+    choice = None if "ranking" in opening else source.choice(heads_of)
     heads = ranked(scores)
     config: dict[str, object] = {"sink_size": sink, "recent_size": recent}
     facts: dict[str, Any] = {}
-    notes = [NOTES[score]] if score in NOTES else []
     if not is_ranking:
         heads = chosen_of(scores, q)
         if not 0 < len(heads) < scores.size:
@@ -246,6 +249,20 @@ def scores_of_ranking(shape: tuple[int, ...], ranking: Sequence[Sequence[int]]) 
     for rank, (layer, head) in enumerate(ranking):
         scores[layer, head] = 1 - rank / len(ranking)
     return scores
+
+
+def note_of_opening(opening: Mapping[str, Any], count: int) -> list[str]:
+    """How many of so many heads had to be opened until the needles were recalled, in a line."""
+    recall = opening["whole_cache"]["recall"]
+    for one in opening["rounds"]:
+        kept = len(one["opened"])
+        if kept and one["recall"] >= (1 - TOLERANCE) * recall:
+            return [
+                f"with {kept} of {count} KV heads whole the needles of the run are recalled as "
+                f"with all ({recall:.2f}); --sparsity {sparsity_of(count - kept, count):g} chooses "
+                "them; other needles may need more"
+            ]
+    return []
 
 
 def parted(scores: np.ndarray, heads: Sequence[tuple[int, int]]) -> np.ndarray:

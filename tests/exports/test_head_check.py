@@ -141,7 +141,8 @@ def test_recall_opens_heads_in_rounds_and_goes_on_where_it_was_stopped(tmp_path:
     words = ["export", "duo", str(tmp_path / "runs"), "--model", "bundled:needle-mini"]
     words += ["--score", "recall", "--recent", "16", "-o", str(tmp_path / "duo")]
     words += ["--set", "input.family=needle", "--set", "sequences=4", "--set", "n_ctx=128"]
-    printed(*words)
+    expected = "with 2 of 12 KV heads whole the needles of the run are recalled as with all (1.00)"
+    assert f"{expected}; --sparsity 0.8333 chooses them" in printed(*words)
     file = tmp_path / "duo" / "config.json"
     config, scores = (
         json.loads(file.read_text()),
