@@ -80,6 +80,7 @@ def create_base(
     """
     # Many statements, each of which would be a transaction of its own.
     connection.begin()
+    connection.execute("CREATE SCHEMA IF NOT EXISTS internal")
     for name in names:
         if name in TABLES:
             table = TABLES[name]

@@ -85,21 +85,16 @@ def lock_down(connection: duckdb.DuckDBPyConnection, paths: Iterable[str], memor
         "enable_external_access = false",
         "lock_configuration = true",
     ):
-        try:
-            connection.execute(f"SET {setting}")
-        except duckdb.OutOfMemoryException:
-            raise QueryError(
-                f"--memory {memory}: is less than the runs themselves need; try 1GB"
-            ) from None
+        connection.execute(f"SET {setting}")
 
 
 @contextmanager
 def held_to_memory(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
     """Let this process take little more than DuckDB may, in a block."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    hold_to_memory(connection)
     try:
         with memory_errors_in_one_line():
+            hold_to_memory(connection)
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

@@ -123,7 +123,6 @@ class OpenedRuns:
             register_stores(self.connection, [path for path, _ in in_stores], self._committed)
         # DuckDB would otherwise take a misspelt view for a Python variable of the caller.
         self.connection.execute("SET python_enable_replacements = false")
-        self.connection.execute("CREATE SCHEMA internal")
 
     def add_view(self, name: str, sql: str) -> None:
         """Add a view of the caller's."""
