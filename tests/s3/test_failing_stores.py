@@ -129,7 +129,7 @@ def test_a_worker_waits_longer_for_a_store_than_a_command(
     runs = place("s3://bucket/runs")
     assert isinstance(runs, StorePath)
     with ThreadPoolExecutor(1) as pool, store.standing_still():
-        assert "does not answer (timed out)" in refused(RunError, getattr, runs, "filesystem")
+        assert "does not answer (timed out)" in refused(RunError, object_stores.filesystem_of, runs)
         working = pool.submit(work)
         time.sleep(1.5)
         assert not working.done()
