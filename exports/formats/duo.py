@@ -51,8 +51,6 @@ NOTES = {
 MASS = "labelled_key_mass(gold,answer)"
 """Attention from the answer to where it stands, by which heads are ranked before any is opened."""
 
-TOLERANCE = 0.02  # share of the recall that may be lost where needles count as recalled
-
 TIE_BREAK = 2e-6
 """How far scores at a border lie apart. DuoAttention adds up to 1e-6 to each, so as to break ties.
 """
@@ -253,6 +251,9 @@ def scores_of_ranking(shape: tuple[int, ...], ranking: Sequence[Sequence[int]]) 
 
 def note_of_opening(opening: Mapping[str, Any], count: int) -> list[str]:
     """How many of so many heads had to be opened until the needles were recalled, in a line."""
+    # It imports torch, which has been imported where heads were opened.
+    from headcount.workers.head_check import TOLERANCE
+
     recall = opening["whole_cache"]["recall"]
     for one in opening["rounds"]:
         kept = len(one["opened"])

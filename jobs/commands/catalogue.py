@@ -1,23 +1,23 @@
 """What a scan can name: statistics, interventions, inputs and models."""
 
 import re
-from importlib import import_module
+
+from headcount.schemas.packages import entered
 
 SENTENCE_END = re.compile(r"(?<![. ])\. ")  # a point and a space, but not that of `low .. high`
 
 REGISTRIES = {
-    "statistics": ("schemas.statistics", "STATISTICS"),
-    "interventions": ("workers.interventions", "INTERVENTIONS"),
-    "inputs": ("workers.inputs", "INPUTS"),
-    "models": ("workers.model.info.bundled_models", "BUNDLED"),
+    "statistics": "schemas.statistics.STATISTICS",
+    "interventions": "workers.interventions.INTERVENTIONS",
+    "inputs": "workers.inputs.INPUTS",
+    "models": "workers.model.info.bundled_models.BUNDLED",
 }
-"""What a scan can name: a module, which is imported for it, and the name there."""
+"""What a scan can name, each by its place; the module is imported when it is asked for."""
 
 
 def known_names(registry: str) -> list[tuple[str, str]]:
     """Every name of a registry, with the first sentence about it."""
-    module, name_there = REGISTRIES[registry]
-    entries = getattr(import_module(f"headcount.{module}"), name_there)
+    entries = entered(REGISTRIES[registry])
     if registry == "models":
         from headcount.workers.model.info.bundled_models import first_paragraph_of_card
 

@@ -107,7 +107,7 @@ class OpenedRuns:
         `code` reads only the shards that it measured. `memory` is what queries may take: `4GB`, or
         a share of the machine's, `50%`. `read` may remember runs that were opened before.
 
-        Opening compares the names and sizes of files with their commits, and makes nothing:
+        Opening looks for files that are gone, or in a store have another size, and makes nothing:
         `hold_to_commits` makes what a query names, and compares the content of files that it reads.
         """
         runs, unreadable = read_runs(place(path), code, read)

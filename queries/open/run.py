@@ -123,7 +123,9 @@ READINGS = 20  # how often a run is read whose shards are merged meanwhile
 
 
 def read_run(directory: RunDirectory, code: str | None) -> Run:
-    """Read a manifest and a commit log, and look for files that are gone or have another size."""
+    """Read a manifest and a commit log, and look for files that are gone, or in a store have
+    another size.
+    """
     run = _read_once(directory, code)
     for _ in range(READINGS):
         # A file that was merged after the commit log was read is gone, and not damaged.

@@ -220,7 +220,10 @@ class RunDirectory:
         return any_commit(self.commits_directory, self.run_id)
 
     def damaged_files(self, commit_log: pa.Table) -> list[Damage]:
-        """Files of a commit log that are gone or have another size; it needs `damage.BY_SIZE`."""
+        """Files of a commit log that are gone, or in a store have another size.
+
+        It needs the columns `damage.BY_SIZE`.
+        """
         try:
             return files_damaged_by_size(self.path, commit_log)
         except OSError as error:
