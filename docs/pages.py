@@ -32,6 +32,7 @@ from headcount.schemas.formulas import Formula
 from headcount.schemas.kinds import KINDS
 from headcount.schemas.measured_heads import Head
 from headcount.schemas.registry import REQUIRED, Option, options_of, prose_of
+from headcount.schemas.scans.cache_formats import CACHE_FORMATS
 from headcount.schemas.scans.scan import Scan
 from headcount.schemas.values import in_toml, range_of
 from headcount.schemas.watch.rules import RULES, calibrations
@@ -229,6 +230,13 @@ def interventions_page(page: str) -> str:
         "Weights `W_Q`, `W_K`, `W_V`, `W_O`, `b_Q`, `b_K`, `b_V`, `b_O` and `W_pos`, and "
         "activations:\n",
         *(f"* `{name}`: {meaning}" for name, meaning in CHANGEABLE_ACTIVATIONS.items()),
+        "",
+        "## Number formats\n",
+        "Of keys and values; with the bits of a number in a head of 64, its scales among them:\n",
+        *(
+            f"* `{each.name}` ({each.bits_per_number(64):g}): {each.like}"
+            for each in CACHE_FORMATS.values()
+        ),
     ]
     return from_heading(page, "\n".join(lines) + "\n")
 

@@ -11,7 +11,8 @@ with the tokens that follow, whose loss is compared with that behind the whole c
 question for a number of five digits that stands in the text. The rivals:
 
 * the first 4 keys and as many last ones in every head as the bytes allow;
-* keys and values of fewer bits in every head: the largest format that fits, and the next one;
+* keys and values of fewer bits in every head, by plain levels and by the formats of plans: of both
+  the largest that fits, and the next one;
 * the caches of the plan given to other heads: the larger ones to the first and the last layers, or
   at random, each of 20 times on a fifth of the texts;
 * SnapKV and ExpectedAttention of kvpress, which drop keys of every head.
@@ -41,8 +42,16 @@ PIECES = 1  # of each text
 PASSKEYS = 40
 RANDOM_PLANS, PARTS = 20, 5
 
-Caches = dict[tuple[int, int], tuple[bool, int, int]]
-"""Of each KV head: whether it keeps a window alone, and the bits of its keys and of its values."""
+CHANNEL = 32  # positions of a block of a format by channels
+
+Caches = dict[tuple[int, int], tuple[bool, str, str]]
+"""Of each KV head: whether it keeps a window alone, and the formats of its keys and its values."""
+
+PLAIN = ("float16", "affine8", "affine4", "affine2")
+OF_PLANS = (
+    (*PLAIN[:2], "channel4", "channel3"),
+    (*PLAIN[:2], "rotated4", "rotated3", "rotated2"),
+)
 
 
 class Prompt(NamedTuple):
@@ -64,12 +73,13 @@ class Plan:
     whole: int  # first positions that stay as they are
 
     def bytes_of(self, head: tuple[int, int], length: int, d_head: int) -> float:
-        """Bytes of the keys and values of a head; 64 numbers share 32 bits of scales."""
-        window, *bits = self.caches[head]
+        """Bytes of the keys and values of a head."""
+        window, *formats = self.caches[head]
         kept = min(length, self.sink + self.recent) if window else length
         first = min(self.whole, kept)
-        each = [16 if b == 16 else b + 32 / min(64, d_head) for b in bits]
-        return sum(d_head * (16 * first + b * (kept - first)) / 8 for b in each)
+        return sum(
+            d_head * (16 * first + bits_of(name, kept - first, d_head)) / 8 for name in formats
+        )
 
     def share(self, length: int, d_head: int) -> float:
         """Bytes of all heads, of those of the whole cache."""
@@ -77,14 +87,44 @@ class Plan:
         return total / (len(self.caches) * 4 * d_head * length)
 
 
-def rounded(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers `[… d_head]` at the nearest of 2^bits levels between the ends of their 64."""
-    if bits == 16:
+def bits_of(name: str, positions: int, d_head: int) -> float:
+    """Bits of one number of a head at so many positions. Blocks share 32 bits of scales; a block of
+    positions that is not complete, half a block on an average, has 16 bits.
+    """
+    if name == "float16":
+        return 16 * positions
+    bits = int(name[-1])
+    if not name.startswith("channel"):
+        return (bits + 32 / min(64, d_head)) * positions
+    waiting = min(positions, (CHANNEL - 1) / 2)
+    return 16 * waiting + (bits + 32 / CHANNEL) * (positions - waiting)
+
+
+def rounded(numbers: torch.Tensor, name: str) -> torch.Tensor:
+    """Numbers `[… pos d_head]` as a format has them."""
+    if name == "float16":
         return numbers
-    groups = numbers.unflatten(-1, (-1, min(64, numbers.shape[-1])))
+    bits, d_head = int(name[-1]), numbers.shape[-1]
+    if name.startswith("channel"):
+        complete = numbers.shape[-2] // CHANNEL * CHANNEL
+        blocks = numbers[..., :complete, :].unflatten(-2, (-1, CHANNEL))
+        levels = at_levels(blocks.transpose(-1, -2), bits).transpose(-1, -2).flatten(-3, -2)
+        return torch.cat([levels, numbers[..., complete:, :]], -2)
+    turn = torch.eye(d_head)
+    if name.startswith("rotated"):
+        # ±1/√d: the sign is that of the number of binary 1s that row and column have in common.
+        both = torch.arange(d_head)[:, None] & torch.arange(d_head)
+        ones = torch.stack([(both >> place) & 1 for place in range(d_head.bit_length())]).sum(0)
+        turn = (1 - 2 * (ones % 2)) / math.sqrt(d_head)
+    groups = (numbers @ turn).unflatten(-1, (-1, min(64, d_head)))
+    return at_levels(groups, bits).flatten(-2) @ turn
+
+
+def at_levels(groups: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest of 2^bits levels between the ends of each group."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     step = (high - low).clamp(min=1e-7) / (2**bits - 1)
-    return (((groups - low) / step).round() * step + low).flatten(-2)
+    return ((groups - low) / step).round() * step + low
 
 
 def read_plan(path: Path, heads: Sequence[tuple[int, int]]) -> tuple[Plan, int]:
@@ -93,10 +133,8 @@ def read_plan(path: Path, heads: Sequence[tuple[int, int]]) -> tuple[Plan, int]:
     caches: Caches = {}
     for head in heads:
         words = content["heads"].get(f"{head[0]}-{head[1]}", "").split(", ")
-        bits = dict(word.split(" ") for word in words if " " in word)
-        keys, values = (
-            int(bits.get(name, "affine16").removeprefix("affine")) for name in ("keys", "values")
-        )
+        formats = dict(word.split(" ") for word in words if " " in word)
+        keys, values = (formats.get(name, "float16") for name in ("keys", "values"))
         caches[head] = ("window" in words, keys, values)
     return Plan(caches, **content["window"]), content["n_ctx"]
 
@@ -105,21 +143,25 @@ def rivals(plan: Plan, length: int, d_head: int) -> Iterator[tuple[str, Plan, in
     """Other plans of the same bytes. A number says on which part of the texts it is tried."""
     share, heads = plan.share(length, d_head), [*plan.caches]
 
-    def uniform(cache: tuple[bool, int, int], recent: int) -> Plan:
+    def uniform(cache: tuple[bool, str, str], recent: int) -> Plan:
         return Plan(dict.fromkeys(heads, cache), 4, recent, plan.whole)
 
     keys = math.floor(share * length) - 4
-    yield f"the first 4 and the last {keys} keys", uniform((True, 16, 16), keys), None
-    formats = [
-        ((keys_bits, values_bits), uniform((False, keys_bits, values_bits), plan.recent))
-        for keys_bits, values_bits in product((16, 8, 4, 2), repeat=2)
-        # Keys need more bits than values.
-        if keys_bits >= values_bits
-    ]
-    formats.sort(key=lambda each: each[1].share(length, d_head))
-    fits = [each for each in formats if each[1].share(length, d_head) <= share]
-    for name, each in formats[max(0, len(fits) - 1) :][:2]:
-        yield f"keys of {name[0]} bits, values of {name[1]}", each, None
+    window = (True, "float16", "float16")
+    yield f"the first 4 and the last {keys} keys", uniform(window, keys), None
+    bits: dict[str, Plan] = {}
+    for of_keys, of_values in ((PLAIN, PLAIN), OF_PLANS):
+        formats = [
+            (f"{of_key} keys, {of_value} values", uniform((False, of_key, of_value), plan.recent))
+            for of_key, of_value in product(of_keys, of_values)
+            # Keys need more bits than values.
+            if bits_of(of_key, length, d_head) >= bits_of(of_value, length, d_head)
+        ]
+        formats.sort(key=lambda each: each[1].share(length, d_head))
+        fits = [each for each in formats if each[1].share(length, d_head) <= share]
+        bits |= dict(formats[max(0, len(fits) - 1) :][:2])
+    for name, each in bits.items():
+        yield name, each, None
     largest_first = sorted(heads, key=lambda head: -plan.bytes_of(head, length, d_head))
     middle = max(layer for layer, _ in heads) / 2
     from_ends = sorted(heads, key=lambda head: -abs(head[0] - middle))
@@ -205,9 +247,9 @@ class Reader:
             if plan is not None:
                 unseen = torch.zeros(keys.shape[:3], dtype=torch.bool)
                 for head in range(keys.shape[1]):
-                    window, *bits = plan.caches[layer, head]
-                    for each, b in zip((keys, values), bits, strict=True):
-                        each[:, head, plan.whole :] = rounded(each[:, head, plan.whole :], b)
+                    window, *formats = plan.caches[layer, head]
+                    for each, name in zip((keys, values), formats, strict=True):
+                        each[:, head, plan.whole :] = rounded(each[:, head, plan.whole :], name)
                     if window:
                         unseen[:, head, plan.sink : -plan.recent] = True
                 if unseen.any():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -168,10 +168,12 @@ def _problem_of_mlx(info: ModelInfo) -> str | None:
     return _problem_of_blocks(info, block=64)
 
 
-def _alternatives(unit: Unit, names: tuple[str, ...]) -> Iterator[Alternative]:
-    for name in names:
-        yield Alternative(unit, keys=name)
-        yield Alternative(unit, values=name)
+def _keys(unit: Unit, *names: str) -> list[Alternative]:
+    return [Alternative(unit, keys=name) for name in names]
+
+
+def _values(unit: Unit, *names: str) -> list[Alternative]:
+    return [Alternative(unit, values=name) for name in names]
 
 
 ENGINES = {
@@ -183,8 +185,8 @@ ENGINES = {
             "plan.json",
             alternatives=(
                 Alternative("KV head", window=True),
-                *_alternatives("layer", ("affine8", "affine4")),
-                Alternative("layer", values="affine2"),
+                *_keys("layer", "affine8", "channel4", "channel3"),
+                *_values("layer", "affine8", "rotated4", "rotated3", "rotated2"),
             ),
             sink=4,
             whole=4,
@@ -213,7 +215,7 @@ ENGINES = {
         CacheEngine(
             name="llama.cpp",
             takes="one type for all keys and one for all values",
-            alternatives=tuple(_alternatives("model", ("q8_0", "q4_0"))),
+            alternatives=(*_keys("model", "q8_0", "q4_0"), *_values("model", "q8_0", "q4_0")),
             flags=_flags_of_llama_cpp,
             problem=partial(_problem_of_blocks, block=32),
         ),

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from headcount.schemas.scans.cache_formats import CACHE_FORMATS, FLOAT16
 from headcount.schemas.scans.head_groups import groups_text
@@ -11,6 +10,8 @@ KVHead = tuple[int, int]  # a layer, and one of its heads of keys and values
 
 WHOLE = FLOAT16.name
 """The format of keys and values that stay as they are."""
+
+FORMATS = {WHOLE: FLOAT16, **CACHE_FORMATS}
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class CacheShape:
     def bytes_of(self, layer: int, cache: HeadCache) -> float:
         """Bytes of a KV head's keys and values in a sequence of `n_ctx` tokens.
 
-        Σ d_head (16 w + b (n - w)) / 8 over keys and values: n positions are kept, w of them whole,
-        and a number takes b bits, its share of scales among them.
+        Σ (16 d_head w + b(n - w)) / 8 over keys and values: n positions are kept, w of them whole,
+        and the others take b bits, their scales among these.
         """
         kept = min(self.n_ctx, self.own_windows.get(layer, self.n_ctx))
         if cache.window:
@@ -64,13 +65,9 @@ class CacheShape:
         whole = min(kept, self.whole)
         total = 0.0
         for name in (cache.keys, cache.values):
-            bits = FLOAT16.bits if name == WHOLE else self._bits[name]
-            total += self.d_head * (FLOAT16.bits * whole + bits * (kept - whole)) / 8
+            rounded = FORMATS[name].bits_of(self.d_head, kept - whole)
+            total += (FLOAT16.bits_of(self.d_head, whole) + rounded) / 8
         return total
-
-    @cached_property
-    def _bits(self) -> dict[str, float]:
-        return {name: each.bits_per_number(self.d_head) for name, each in CACHE_FORMATS.items()}
 
 
 @dataclass(frozen=True)
@@ -145,5 +142,4 @@ def _smaller(name: str, other: str | None, d_head: int) -> str:
     """The one of two formats that takes fewer bits."""
     if other is None:
         return name
-    formats = {FLOAT16.name: FLOAT16, **CACHE_FORMATS}
-    return min(name, other, key=lambda each: formats[each].bits_per_number(d_head))
+    return min(name, other, key=lambda each: FORMATS[each].bits_per_number(d_head))

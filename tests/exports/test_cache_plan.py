@@ -46,7 +46,7 @@ SHAPE = CacheShape(
 PLAN = CachePlan(
     (
         HeadCache(window=True),
-        HeadCache(keys="affine4", values="affine2"),
+        HeadCache(keys="mlx4", values="mlx2"),
         HeadCache(),
         HeadCache(window=True, keys="fp8"),
     )
@@ -71,8 +71,8 @@ def test_the_bytes_of_a_plan():
 def test_a_plan_is_one_intervention():
     text = PLAN.intervention(SHAPE)
     assert text == (
-        "stream_groups(4,16,2,x102)+store_keys(fp8,4,2,x002)+store_keys(affine4,4,2,x2)"
-        "+store_values(affine2,4,2,x2)"
+        "stream_groups(4,16,2,x102)+store_keys(fp8,4,2,x002)+store_keys(mlx4,4,2,x2)"
+        "+store_values(mlx2,4,2,x2)"
     )
     parts = bind(parse_intervention(text)).parts
     assert [part.target for part in parts] == ["attn_scores", "rot_k", "rot_k", "v"]
@@ -80,9 +80,9 @@ def test_a_plan_is_one_intervention():
 
 
 def test_a_format_never_takes_the_place_of_a_smaller_one():
-    wide, narrow = (Choice(name, SHAPE.kv_heads, keys=name) for name in ("affine8", "affine4"))
+    wide, narrow = (Choice(name, SHAPE.kv_heads, keys=name) for name in ("affine8", "rotated4"))
     plan = CachePlan.untouched(SHAPE).with_choices(SHAPE, [narrow, wide])
-    assert {cache.keys for cache in plan.caches} == {"affine4"}
+    assert {cache.keys for cache in plan.caches} == {"rotated4"}
     assert plan == CachePlan.untouched(SHAPE).with_choices(SHAPE, [wide, narrow])
 
 
@@ -90,7 +90,11 @@ def test_what_keeps_a_part_of_another_plan():
     def of(*caches: HeadCache) -> CachePlan:
         return CachePlan(caches)
 
-    wide, narrow, cut = HeadCache(keys="affine8"), HeadCache(keys="affine4"), HeadCache(window=True)
+    wide, narrow, cut = (
+        HeadCache(keys="affine8"),
+        HeadCache(keys="rotated4"),
+        HeadCache(window=True),
+    )
     assert of(narrow, cut).keeps_part_of(of(wide, HeadCache()), SHAPE)
     assert of(narrow, cut).keeps_part_of(of(narrow, cut), SHAPE)
     assert not of(wide, cut).keeps_part_of(of(narrow, cut), SHAPE)

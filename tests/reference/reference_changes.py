@@ -552,13 +552,27 @@ def as_mlx(row: Array, bits: int) -> Array:
     return far + step * np.clip(np.round((row - far) / step), 0, levels)
 
 
+def as_rotated(row: Array, bits: int) -> Array:
+    """Rounded between rotations of as many numbers as the largest power of two that divides all."""
+    size = max(2**power for power in range(9) if len(row) % 2**power == 0)
+    turn = np.kron(np.eye(len(row) // size), rotation(size))
+    return quantised(row @ turn, bits) @ turn.T
+
+
+def rotation(size: int) -> Array:
+    """±1/√size, negative where row and column have an odd number of bits in common."""
+    in_common = [[(row & column).bit_count() for column in range(size)] for row in range(size)]
+    return (-1.0) ** np.array(in_common) / np.sqrt(size)
+
+
 STORED: dict[str, Callable[[Array], Array]] = {
     "fp8": as_fp8,
     "q8_0": as_q8_0,
     "q4_0": as_q4_0,
     "affine8": lambda row: quantised(row, 8),
-    "affine4": lambda row: quantised(row, 4),
-    "affine2": lambda row: quantised(row, 2),
+    "rotated4": lambda row: as_rotated(row, 4),
+    "rotated3": lambda row: as_rotated(row, 3),
+    "rotated2": lambda row: as_rotated(row, 2),
     "mlx8": lambda row: as_mlx(row, 8),
     "mlx4": lambda row: as_mlx(row, 4),
     "mlx2": lambda row: as_mlx(row, 2),

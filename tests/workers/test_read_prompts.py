@@ -76,7 +76,9 @@ def test_transformers_says_the_same_behind_a_prompt():
     trial = CacheTrial("bundled:llama-mini", [], n_ctx=N_CTX, sequences=3, reads_prompts=True)
     prompt = trial.prompt
     assert 64 < prompt < 192
-    plan = "stream_groups(4,24,4,x4102)+store_keys(affine4,4,4,x00f)+store_values(affine2,4,4,x00f)"
+    plan = (
+        "stream_groups(4,24,4,x4102)+store_keys(rotated4,4,4,x00f)+store_values(rotated2,4,4,x00f)"
+    )
     model = reading_model()
     tokens = torch.from_numpy(trial.pieces["chooses"].tokens)
     cache = RoundingCache()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,8 @@ from headcount.workers.interventions.streaming import GroupCount, Groups, proble
 from headcount.workers.model.model import at_least_float32
 
 FormatName = Literal[
-    "fp8", "q8_0", "q4_0", "affine8", "affine4", "affine2", "mlx8", "mlx4", "mlx2"
+    "fp8", "q8_0", "q4_0", "affine8", "channel4", "channel3", "rotated4", "rotated3", "rotated2",
+    "mlx8", "mlx4", "mlx2",
 ]  # fmt: skip
 
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
@@ -70,8 +71,11 @@ STORE: dict[FormatName, Callable[[Tensor], Tensor]] = {
     "q8_0": _q8_0,
     "q4_0": _q4_0,
     "affine8": partial(quantised, bits=8),
-    "affine4": partial(quantised, bits=4),
-    "affine2": partial(quantised, bits=2),
+    "channel4": partial(quantised, bits=4),
+    "channel3": partial(quantised, bits=3),
+    "rotated4": partial(quantised, bits=4),
+    "rotated3": partial(quantised, bits=3),
+    "rotated2": partial(quantised, bits=2),
     "mlx8": partial(_mlx, bits=8),
     "mlx4": partial(_mlx, bits=4),
     "mlx2": partial(_mlx, bits=2),
@@ -80,34 +84,58 @@ STORE: dict[FormatName, Callable[[Tensor], Tensor]] = {
 
 
 def stored(x: Tensor, number_format: FormatName, rotated: int) -> Tensor:
-    """x `[… d_head]` as it is read back, block by block. A head narrower than a block is one.
-
-    A format of llama.cpp first rotates each `rotated` numbers, if a head is made of these.
+    """x `[batch pos head d]` as it is read back, block by block, where each `rotated` numbers of a
+    head are rotated before.
     """
-    if not CACHE_FORMATS[number_format].rotates or x.shape[-1] % rotated:
+    if rotated == 1:
         return _in_blocks(x, number_format)
     wide = at_least_float32(x).unflatten(-1, (-1, rotated))
-    rotation = hadamard(rotated, wide)
-    return (_in_blocks(wide @ rotation, number_format) @ rotation).flatten(-2).to(x.dtype)
+    rotation = hadamard(rotated, wide.dtype, wide.device)
+    turned = _in_blocks((wide @ rotation).flatten(-2), number_format).unflatten(-1, (-1, rotated))
+    return (turned @ rotation).flatten(-2).to(x.dtype)
 
 
 def _in_blocks(x: Tensor, number_format: FormatName) -> Tensor:
-    block = CACHE_FORMATS[number_format].block
-    width = x.shape[-1]
+    of_format, store = CACHE_FORMATS[number_format], STORE[number_format]
+    block, width = of_format.block, x.shape[-1]
+    if of_format.along == "positions":
+        assert block is not None
+        complete = x.shape[1] // block * block
+        blocks = x[:, :complete].unflatten(1, (-1, block)).movedim(2, -1)
+        rounded = store(blocks).movedim(-1, 2).flatten(1, 2)
+        return torch.cat([rounded, x[:, complete:]], 1)
+    # A head narrower than a block is one.
     if block is None or width <= block or width % block:
-        return STORE[number_format](x)
-    return STORE[number_format](x.unflatten(-1, (-1, block))).flatten(-2)
+        return store(x)
+    return store(x.unflatten(-1, (-1, block))).flatten(-2)
 
 
-def hadamard(size: int, like: Tensor) -> Tensor:
+def rotated_numbers(number_format: FormatName, width: int, *, of_keys: bool) -> int:
+    """How many numbers of a head of this width are rotated together; 1: they are not.
+
+    >>> [rotated_numbers(name, 96, of_keys=True) for name in ("rotated4", "q4_0", "affine8")]
+    [32, 1, 1]
+    """
+    rotates, largest_power = CACHE_FORMATS[number_format].rotates, width & -width
+    if rotates is None:
+        return 1
+    if rotates == "all":
+        return largest_power
+    size = max(LEAST_ROTATED, largest_power) if of_keys else LEAST_ROTATED
+    return 1 if width % size else size
+
+
+@cache
+def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The rotation `[size size]` of ±1/√size that is its own inverse; `size` is a power of two.
 
-    >>> hadamard(4, torch.ones(1)).tolist()[3]
+    >>> hadamard(4, torch.float32, torch.device("cpu")).tolist()[3]
     [0.5, -0.5, -0.5, 0.5]
     """
-    rotation = like.new_ones(1, 1)
+    signs = torch.tensor([[1, 1], [1, -1]], dtype=dtype, device=device)
+    rotation = signs[:1, :1]
     while len(rotation) < size:
-        rotation = torch.kron(like.new_tensor([[1, 1], [1, -1]]), rotation)
+        rotation = torch.kron(signs, rotation)
     return rotation / math.sqrt(size)
 
 
@@ -132,9 +160,7 @@ def store_keys(
     them, after any rotation; those of the first `whole` positions are not. `groups` and `chosen`
     are as in stream_groups.
     """
-    width = rot_k.shape[-1]
-    # The largest power of two that divides the width.
-    rotated = max(LEAST_ROTATED, width & -width)
+    rotated = rotated_numbers(number_format, rot_k.shape[-1], of_keys=True)
     return _rounded(rot_k, layer, number_format, rotated, whole, groups, chosen)
 
 
@@ -149,7 +175,8 @@ def store_values(
     chosen: Groups,
 ) -> Tensor:
     """What store_keys does to keys, for values."""
-    return _rounded(v, layer, number_format, LEAST_ROTATED, whole, groups, chosen)
+    rotated = rotated_numbers(number_format, v.shape[-1], of_keys=False)
+    return _rounded(v, layer, number_format, rotated, whole, groups, chosen)
 
 
 def _rounded(

@@ -1,17 +1,13 @@
-"""Heads that are wider than a block: which numbers share a scale, and which are rotated first."""
+"""Which numbers share a scale, in heads wider than a block and in many positions; and which are
+rotated first.
+"""
 
 import numpy as np
 import pytest
 import torch
 
 from headcount.workers.interventions.stored_caches import FormatName, store_keys, store_values
-from tests.reference.reference_changes import STORED
-
-
-def rotation(size: int) -> np.ndarray:
-    """±1/√size, negative where row and column have an odd number of bits in common."""
-    in_common = [[(row & column).bit_count() for column in range(size)] for row in range(size)]
-    return (-1.0) ** np.array(in_common) / np.sqrt(size)
+from tests.reference.reference_changes import STORED, quantised, rotation
 
 
 @pytest.mark.parametrize(
@@ -22,7 +18,7 @@ def rotation(size: int) -> np.ndarray:
         ("q4_0", 192, 64, 64),
         ("q8_0", 96, None, None),
         ("mlx4", 128, None, None),
-        ("affine2", 128, None, None),
+        ("affine8", 128, None, None),
     ],
 )
 def test_llama_cpp_rotates_the_numbers_of_heads_before_it_rounds_them(
@@ -40,4 +36,34 @@ def test_llama_cpp_rotates_the_numbers_of_heads_before_it_rounds_them(
         )
         options = {"number_format": name, "whole": 0, "groups": 1, "chosen": "x1"}
         found = store(torch.from_numpy(heads), 0, **options)
+        np.testing.assert_allclose(found.reshape(3, d_head), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("channel4", 4), ("channel3", 3)])
+def test_each_number_of_a_head_has_a_scale_of_its_own_for_each_32_positions(
+    name: FormatName, bits: int
+):
+    keys = np.random.default_rng(0).normal(size=(2, 75, 3, 8))
+    expected = keys.copy()
+    # Four positions stay as they are, and a block of seven is not complete.
+    for start in (4, 36):
+        for sequence, head, channel in np.ndindex(2, 2, 8):
+            block = expected[sequence, start : start + 32, head, channel]
+            block[:] = quantised(block, bits)
+    options = {"number_format": name, "whole": 4, "groups": 3, "chosen": "x3"}
+    found = store_keys(torch.from_numpy(keys), 0, **options)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert not np.allclose(found, keys)
+
+
+@pytest.mark.parametrize("name", ["rotated4", "rotated3", "rotated2"])
+@pytest.mark.parametrize("d_head", [64, 96])
+def test_heads_of_any_width_are_rotated_before_their_numbers_share_a_scale(
+    name: FormatName, d_head: int
+):
+    heads = np.random.default_rng(0).normal(size=(1, 3, 1, d_head))
+    options = {"number_format": name, "whole": 0, "groups": 1, "chosen": "x1"}
+    for store in (store_keys, store_values):
+        found = store(torch.from_numpy(heads), 0, **options)
+        expected = [STORED[name](row) for row in heads.reshape(3, d_head)]
         np.testing.assert_allclose(found.reshape(3, d_head), expected, atol=1e-12)
