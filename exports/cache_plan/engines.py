@@ -60,6 +60,7 @@ class CacheEngine:
     sink: int = 0  # first keys that its windows keep
     whole: int = 0  # first positions that its formats leave as they are
     reads_prompts: bool = False  # with the whole cache, which is cut only then
+    rounds_prompts: bool = False  # alone: what is read behind a prompt keeps its 16 bits
     flags: Callable[[CachePlan, CacheShape], str] | None = None  # of its command line
     files: Callable[[CachePlan, CacheShape], Mapping[str, bytes]] | None = None
     problem: Callable[[ModelInfo], str | None] = lambda _: None
@@ -191,6 +192,7 @@ ENGINES = {
             sink=4,
             whole=4,
             reads_prompts=True,
+            rounds_prompts=True,
         ),
         CacheEngine(
             name="duo",

@@ -119,6 +119,8 @@ class PlanRequest:
             sink=self.engine.sink,
             recent=self.recent,
             whole=self.engine.whole,
+            # A model that cannot go on behind a prompt has none.
+            end=(self.engine.rounds_prompts and trial.prompt) or trial.n_ctx,
             own_windows=trial.own_windows(),
         )
 

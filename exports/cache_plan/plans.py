@@ -51,6 +51,7 @@ class CacheShape:
     sink: int  # first keys that a window keeps
     recent: int  # last keys that it keeps
     whole: int  # first positions that no format rounds
+    end: int  # the position from which on none does, where plans are measured
     own_windows: Mapping[int, int]  # the window that a layer has anyway, by layer
 
     def bytes_of(self, layer: int, cache: HeadCache) -> float:
@@ -126,7 +127,7 @@ class CachePlan:
                 of_format[getattr(cache, stored)].append(head)
             del of_format[WHOLE]
             parts += [
-                f"store_{stored}({name},{shape.whole},{text_of(members)})"
+                f"store_{stored}({name},{shape.whole},{shape.end},{text_of(members)})"
                 for name, members in of_format.items()
                 if members
             ]

@@ -1,9 +1,10 @@
 """Which plan saves most at a loss: choices alone, then together in rounds, always measured.
 
 What a plan costs is how far predictions move from those of the whole cache. Plans that treat all
-heads alike come first. Beside one of them that costs next to nothing, each choice is tried alone. A
-window of one head costs nothing alone, because others do the same: heads are cut all together and
-opened in rounds, and a window costs what is gained where its head is opened.
+heads alike come first. Beside one of them that costs next to nothing, each choice is tried alone,
+which says how choices of a kind share what they cost all together. A window of one head costs
+nothing alone, because others do the same: heads are cut all together and opened in rounds, and a
+window costs what is gained where its head is opened.
 
 A sum of what single choices cost is no result: here it only says what is tried next. Each round
 takes the next choices, deals them into two hands, measures each hand together with what is chosen,
@@ -16,7 +17,8 @@ plans that treat all heads alike are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -42,7 +44,10 @@ ROUNDS = 16  # about as many rounds lead through all choices
 SURE = 0.05  # p from which down choices of a kind are not alike
 PERMUTATIONS = 999
 
-LEAST_RECALL = 0.95  # of the whole cache's, that --task recall keeps
+LEAST_RECALL = 0.95
+"""Of the whole cache's, that --task recall keeps. A plan is left out whose recall is lower by more
+than its standard error: of a few needles, one more or less is chance.
+"""
 
 NEEDLE_WEIGHT = 0.2
 """What a nat at an answer counts beside one at each token of a text: an answer is found as before
@@ -75,6 +80,7 @@ class Point(NamedTuple):
     loss: float  # rise of the loss of text, in nats per token
     cost: float  # how far predictions of text, with --task recall also of answers, have moved
     recall: float
+    finds_needles: bool  # whether that is no less than is allowed, within its standard error
 
 
 @dataclass
@@ -140,6 +146,7 @@ class Search:
         if self.choices:
             whole += 2 * (ROUNDS + MOST_FAILURES)
         few = len(self.uniform) + len(self.choices) - len(self._head_windows)
+        whole += len(of_kinds(self.choices))
         return self.sequences * (whole + opened + len(self.uniform)) + self.few * few
 
     def run(self) -> Found:
@@ -155,7 +162,7 @@ class Search:
         alone = self._alone(start.plan) | self._opened()
         found = Found(None, tried, alone, self._p_alike(alone), None)
         if found.can_choose:
-            tried += self._rounds(start, alone)
+            tried += self._rounds(start, self._costs_in_all(start, alone))
         found.chosen = self._best(tried)
         if found.chosen is not None and found.can_choose:
             found.stability = self._stability(found.chosen.plan, alone)
@@ -175,19 +182,20 @@ class Search:
 
     def _point(self, plan: CachePlan) -> Point:
         changes = self._changes(plan)
+        whole = self.trial.measure("chooses", "none")
         return Point(
             plan,
             plan.bytes_per_token(self.shape),
             float(changes.text.mean()),
             float(self._costs(changes).mean()),
             float(changes.recall.mean()),
+            finds_needles(changes.recall, whole.recall),
         )
 
     def _is_allowed(self, point: Point) -> bool:
         if self.goal.loss is not None and point.loss > self.goal.loss:
             return False
-        least = LEAST_RECALL * float(self.trial.measure("chooses", "none").recall.mean())
-        return not self.goal.recall or point.recall >= least
+        return not self.goal.recall or point.finds_needles
 
     def _is_small(self, bytes_per_token: float) -> bool:
         share = self.goal.share
@@ -267,32 +275,51 @@ class Search:
         costs = window_costs(rounds, self.shape.kv_heads)
         return {choice: costs[head] for choice, head in self._head_windows.items()}
 
+    def _costs_in_all(
+        self, start: Point, alone: Mapping[Choice, np.ndarray]
+    ) -> dict[Choice, float]:
+        """What each choice costs if those of a kind add up to what they cost all together. Windows
+        of single heads do so from the beginning.
+        """
+        costs: dict[Choice, float] = {}
+        for choices in of_kinds(alone).values():
+            measured = np.array([alone[choice] for choice in choices])
+            if choices[0] in self._head_windows:
+                of_choices = measured.mean(1)
+            else:
+                plan = start.plan.with_choices(self.shape, choices)
+                of_choices = shares(measured) * max(0.0, self._point(plan).cost - start.cost)
+            costs |= zip(choices, of_choices.tolist(), strict=True)
+        return costs
+
     def _price(
-        self, plan: CachePlan, choice: Choice, alone: dict[Choice, np.ndarray]
+        self, plan: CachePlan, choice: Choice, costs: Mapping[Choice, float]
     ) -> tuple[float, float]:
         """What a choice costs for each byte that it saves beside a plan; then what it saves."""
-        saved = plan.bytes_per_token(self.shape) - plan.with_choices(
-            self.shape, [choice]
-        ).bytes_per_token(self.shape)
-        # What lowers the loss by chance costs nothing.
-        return max(0.0, float(alone[choice].mean())) / max(saved, 1e-9), -saved
+        saved = self._saved(plan, choice)
+        return costs[choice] / max(saved, 1e-9), -saved
 
-    def _p_alike(self, alone: dict[Choice, np.ndarray]) -> dict[str, float]:
+    def _saved(self, plan: CachePlan, choice: Choice) -> float:
+        """Bytes per token that a choice saves beside a plan."""
+        smaller = plan.with_choices(self.shape, [choice])
+        return plan.bytes_per_token(self.shape) - smaller.bytes_per_token(self.shape)
+
+    def _p_alike(self, alone: Mapping[Choice, np.ndarray]) -> dict[str, float]:
         """For each kind: how likely the costs of its choices differ this much if which choice has
         which cost in a sequence is chance.
         """
-        kinds: dict[str, list[np.ndarray]] = {}
-        for choice, costs in alone.items():
-            kinds.setdefault(choice.kind, []).append(costs)
-        return {kind: p_alike(np.array(costs)) for kind, costs in kinds.items() if len(costs) > 1}
+        return {
+            kind: p_alike(np.array([alone[choice] for choice in choices]))
+            for kind, choices in of_kinds(alone).items()
+            if len(choices) > 1
+        }
 
     # Choices together
 
-    def _rounds(self, start: Point, alone: dict[Choice, np.ndarray]) -> list[Point]:
+    def _rounds(self, start: Point, costs: dict[Choice, float]) -> list[Point]:
         """The plans that were measured on the way to fewer bytes."""
-        costs, current, tried, failures = dict(alone), start, list[Point](), 0
-        most = max(1, -(-len(alone) // ROUNDS))
-        size = most
+        current, tried, failures, waited = start, list[Point](), 0, 0
+        size = max(1, -(-len(costs) // ROUNDS))
         while failures < MOST_FAILURES and not self._is_small(current.bytes_per_token):
             queue = [each for each in self._open_choices(current.plan) if each in costs]
             queue.sort(key=lambda choice: self._price(current.plan, choice, costs))
@@ -311,14 +338,21 @@ class Search:
             points = [self._point(current.plan.with_choices(self.shape, hand)) for hand in hands]
             tried += points
             better = min(range(len(points)), key=lambda i: self._price_of(current, points[i]))
+            _, price = self._price_of(current, points[better])
+            # What seemed cheaper than the next ones, and is not, waits for them.
+            others = [self._price(current.plan, each, costs)[0] for each in queue[2 * size :]]
+            waits = price > min(others, default=math.inf) and waited < ROUNDS
             for hand, point in zip(hands, points, strict=True):
-                if point is not points[better]:
-                    self._raise_costs(costs, hand, (point.cost - current.cost) / len(hand))
+                if waits or point is not points[better]:
+                    self._raise_costs(costs, current, hand, point)
             if self.goal.share is None and not self._is_allowed(points[better]):
                 failures += 1
                 if size == 1:
                     del costs[hands[better][0]]
                 size = max(1, size // 2)
+                continue
+            if waits:
+                waited += 1
                 continue
             current = points[better]
         return tried
@@ -338,11 +372,12 @@ class Search:
         return not self._is_allowed(after), (after.cost - before.cost) / max(saved, 1e-9)
 
     def _raise_costs(
-        self, costs: dict[Choice, np.ndarray], hand: Sequence[Choice], least: float
+        self, costs: dict[Choice, float], before: Point, hand: Sequence[Choice], after: Point
     ) -> None:
-        """Choices that cost more together than alone wait until others cost as much."""
+        """Choices that cost more together than they seemed to wait until others cost as much."""
+        _, price = self._price_of(before, after)
         for choice in hand:
-            costs[choice] = costs[choice] + max(0.0, least - float(costs[choice].mean()))
+            costs[choice] = max(costs[choice], price * self._saved(before.plan, choice))
 
     def _stability(self, plan: CachePlan, alone: dict[Choice, np.ndarray]) -> Stability | None:
         """How far halves of the documents agree on the choices that cost least by themselves, of
@@ -384,6 +419,48 @@ def window_costs(rounds: Sequence[Round], heads: Sequence[KVHead]) -> dict[KVHea
         share(before, after.opened[len(before.opened) :], before.loss - after.loss)
     share(rounds[-1], [head for head in heads if head not in costs], rounds[-1].loss)
     return costs
+
+
+def finds_needles(recall: np.ndarray, whole: np.ndarray) -> bool:
+    """Whether the recall in some sequences is no less than is allowed of the whole cache's, within
+    its standard error.
+
+    >>> finds_needles(np.array([1, 0, 1, 1]), np.ones(4))
+    True
+    >>> finds_needles(np.array([0, 0, 1, 0]), np.ones(4))
+    False
+    """
+    lost = LEAST_RECALL * whole - recall
+    return bool(lost.mean() <= lost.std(ddof=1) / np.sqrt(len(lost)))
+
+
+def of_kinds(choices: Iterable[Choice]) -> dict[str, list[Choice]]:
+    """Choices by their kind."""
+    kinds: dict[str, list[Choice]] = {}
+    for choice in choices:
+        kinds.setdefault(choice.kind, []).append(choice)
+    return kinds
+
+
+def shares(costs: np.ndarray) -> np.ndarray:
+    """The part of each choice in what choices cost together, `[choice]`, by what they cost in some
+    sequences `[choice sequence]`. As far as these costs differ by chance, all parts are equal:
+    their differences are those of the means times 1 - (variance of a mean) / (variance of means).
+
+    >>> shares(np.array([[1.0, 1.0], [3.0, 3.0]])), shares(np.array([[1.0, 3.0], [3.0, 1.0]]))
+    (array([0.25, 0.75]), array([0.5, 0.5]))
+    """
+    means = costs.mean(1)
+    # What neither the choice nor the sequence explains.
+    rest = costs - means[:, None] - costs.mean(0) + costs.mean()
+    freedom = max(1, (len(costs) - 1) * (costs.shape[1] - 1))
+    chance = (rest**2).sum() / freedom / costs.shape[1]
+    spread = means.var(ddof=1) if len(means) > 1 else 0.0
+    sure = max(0.0, 1 - chance / spread) if spread > 0 else 0.0
+    # What lowers the loss by chance costs nothing.
+    of_choices = np.maximum(0.0, means.mean() + sure * (means - means.mean()))
+    total = of_choices.sum()
+    return of_choices / total if total > 0 else np.full(len(means), 1 / len(means))
 
 
 def not_undercut(sizes: Sequence[float], costs: Sequence[float]) -> list[int]:

@@ -33,7 +33,15 @@ SETTINGS = {
 
 
 ONE_HEAD = CacheShape(
-    kv_heads=((0, 0),), n_kv_heads=1, d_head=64, n_ctx=1, sink=0, recent=0, whole=0, own_windows={}
+    kv_heads=((0, 0),),
+    n_kv_heads=1,
+    d_head=64,
+    n_ctx=1,
+    sink=0,
+    recent=0,
+    whole=0,
+    end=1,
+    own_windows={},
 )
 """A shape for what does not depend on it."""
 

@@ -26,7 +26,15 @@ pytestmark = pytest.mark.long
 
 HEADS = tuple((layer, head) for layer in range(4) for head in range(4))
 SHAPE = CacheShape(
-    kv_heads=HEADS, n_kv_heads=4, d_head=64, n_ctx=256, sink=0, recent=0, whole=0, own_windows={}
+    kv_heads=HEADS,
+    n_kv_heads=4,
+    d_head=64,
+    n_ctx=256,
+    sink=0,
+    recent=0,
+    whole=0,
+    end=256,
+    own_windows={},
 )
 
 

@@ -40,6 +40,7 @@ SHAPE = CacheShape(
     n_ctx=100,
     sink=4,
     recent=16,
+    end=90,
     whole=4,
     own_windows={0: 100, 2: 50},
 )
@@ -71,8 +72,8 @@ def test_the_bytes_of_a_plan():
 def test_a_plan_is_one_intervention():
     text = PLAN.intervention(SHAPE)
     assert text == (
-        "stream_groups(4,16,2,x102)+store_keys(fp8,4,2,x002)+store_keys(mlx4,4,2,x2)"
-        "+store_values(mlx2,4,2,x2)"
+        "stream_groups(4,16,2,x102)+store_keys(fp8,4,90,2,x002)+store_keys(mlx4,4,90,2,x2)"
+        "+store_values(mlx2,4,90,2,x2)"
     )
     parts = bind(parse_intervention(text)).parts
     assert [part.target for part in parts] == ["attn_scores", "rot_k", "rot_k", "v"]
@@ -328,6 +329,7 @@ def test_transformers_loses_what_windows_cost():
         n_ctx=N_CTX,
         sink=SINK,
         recent=RECENT,
+        end=N_CTX,
         whole=0,
         own_windows={},
     )

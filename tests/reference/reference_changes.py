@@ -509,20 +509,34 @@ def in_group(head: int, n_heads: int, layer: int, groups: int, chosen: str) -> b
 
 @of("k_rotated")
 def store_keys(
-    value: Array, place: Place, untouched: Weights, name: str, whole: int, groups: int, chosen: str
+    value: Array,
+    place: Place,
+    untouched: Weights,
+    name: str,
+    whole: int,
+    end: int,
+    groups: int,
+    chosen: str,
 ) -> Array:
     for head in range(len(value)):
         if in_group(head, len(value), place.layer, groups, chosen):
-            for position in range(whole, value.shape[1]):
+            for position in range(whole, end):
                 value[head, position] = STORED[name](value[head, position])
     return value
 
 
 @of("v")
 def store_values(
-    value: Array, place: Place, untouched: Weights, name: str, whole: int, groups: int, chosen: str
+    value: Array,
+    place: Place,
+    untouched: Weights,
+    name: str,
+    whole: int,
+    end: int,
+    groups: int,
+    chosen: str,
 ) -> Array:
-    return store_keys(value, place, untouched, name, whole, groups, chosen)
+    return store_keys(value, place, untouched, name, whole, end, groups, chosen)
 
 
 def as_fp8(row: Array) -> Array:

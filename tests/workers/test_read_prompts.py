@@ -13,6 +13,7 @@ from headcount.workers.loading import load_model
 from headcount.workers.model.info.description import describe
 from headcount.workers.model.model import Model
 from headcount.workers.read_prompts import ReadPrompts, final_stream, whole_attention
+from tests.reference.reference_changes import rotation
 from tests.toys import toy_models as toy
 from tests.toys.windowed_models import N_CTX, check_moves, cut_to_windows, reading_model
 
@@ -48,25 +49,29 @@ def test_a_state_beside_keys_and_values_is_noticed(tmp_path: Path):
 
 
 class RoundingCache(DynamicCache):
-    """A cache whose keys and values of some heads are rounded whenever they are read, once a
-    prompt has been.
+    """A cache that rounds keys and values of a layer whenever they are read: those of a prompt,
+    once it has been read.
     """
 
-    rounds = False
+    prompt = 0
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self.rounds and layer_idx == 2:
-            return to_levels(keys, 4), to_levels(values, 2)
+        if self.prompt and layer_idx == 2:
+            return to_levels(keys, 4, self.prompt), to_levels(values, 2, self.prompt)
         return keys, values
 
 
-def to_levels(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """From the fifth position on, the nearest of 2^bits levels between the ends of each row."""
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+def to_levels(x: torch.Tensor, bits: int, end: int) -> torch.Tensor:
+    """From the fifth position to the last one of a prompt, the nearest of 2^bits levels between the
+    ends of each row, which is rotated before.
+    """
+    turn = torch.from_numpy(rotation(x.shape[-1]))
+    rotated = x[:, :, 4:end] @ turn
+    low, high = rotated.amin(-1, keepdim=True), rotated.amax(-1, keepdim=True)
     step = (high - low) / (2**bits - 1)
     changed = x.clone()
-    changed[:, :, 4:] = (((x - low) / step).round() * step + low)[:, :, 4:]
+    changed[:, :, 4:end] = (((rotated - low) / step).round() * step + low) @ turn
     return changed
 
 
@@ -77,7 +82,8 @@ def test_transformers_says_the_same_behind_a_prompt():
     prompt = trial.prompt
     assert 64 < prompt < 192
     plan = (
-        "stream_groups(4,24,4,x4102)+store_keys(rotated4,4,4,x00f)+store_values(rotated2,4,4,x00f)"
+        f"stream_groups(4,24,4,x4102)+store_keys(rotated4,4,{prompt},4,x00f)"
+        f"+store_values(rotated2,4,{prompt},4,x00f)"
     )
     model = reading_model()
     tokens = torch.from_numpy(trial.pieces["chooses"].tokens)
@@ -85,7 +91,7 @@ def test_transformers_says_the_same_behind_a_prompt():
     with torch.no_grad():
         before = model(tokens, use_cache=False).logits[:, prompt:].log_softmax(-1)
         model(tokens[:, :prompt], past_key_values=cache)
-        cache.rounds = True
+        cache.prompt = prompt
         cut_to_windows(model, ((0, 2), (1, 0), (3, 1)), first=prompt)
         positions = torch.arange(prompt, N_CTX)[None]
         after = model(tokens[:, prompt:], past_key_values=cache, position_ids=positions).logits

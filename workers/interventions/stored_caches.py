@@ -11,7 +11,7 @@ from torch import Tensor
 from headcount.schemas.scans.cache_formats import CACHE_FORMATS
 from headcount.schemas.scans.head_groups import groups_of
 from headcount.schemas.statistics.effects import quantised
-from headcount.schemas.values import Index
+from headcount.schemas.values import Count, Index
 from headcount.workers.interventions.intervention_registry import intervention
 from headcount.workers.interventions.streaming import GroupCount, Groups, problem_of_groups
 from headcount.workers.model.model import at_least_float32
@@ -140,9 +140,12 @@ def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _refused(options: Mapping[str, Any], n_ctx: int) -> str | None:
-    whole = options["whole"]
-    if whole >= n_ctx:
-        return f"whole: expected less than n_ctx = {n_ctx}, so that anything is stored, got {whole}"
+    whole, end = options["whole"], options["end"]
+    if not whole < end <= n_ctx:
+        return (
+            f"whole and end: expected whole < end <= n_ctx = {n_ctx}, so that anything is stored, "
+            f"got {whole} and {end}"
+        )
     return problem_of_groups(options)
 
 
@@ -153,15 +156,16 @@ def store_keys(
     *,
     number_format: FormatName,
     whole: Index,
+    end: Count,
     groups: GroupCount,
     chosen: Groups,
 ) -> Tensor:
     """The keys of the chosen groups of heads are rounded as a cache of that number format stores
-    them, after any rotation; those of the first `whole` positions are not. `groups` and `chosen`
-    are as in stream_groups.
+    them, after any rotation; those of the first `whole` positions and from position `end` on are
+    not. `groups` and `chosen` are as in stream_groups.
     """
     rotated = rotated_numbers(number_format, rot_k.shape[-1], of_keys=True)
-    return _rounded(rot_k, layer, number_format, rotated, whole, groups, chosen)
+    return _rounded(rot_k, layer, number_format, rotated, slice(whole, end), groups, chosen)
 
 
 @intervention(refuse=_refused)
@@ -171,12 +175,13 @@ def store_values(
     *,
     number_format: FormatName,
     whole: Index,
+    end: Count,
     groups: GroupCount,
     chosen: Groups,
 ) -> Tensor:
     """What store_keys does to keys, for values."""
     rotated = rotated_numbers(number_format, v.shape[-1], of_keys=False)
-    return _rounded(v, layer, number_format, rotated, whole, groups, chosen)
+    return _rounded(v, layer, number_format, rotated, slice(whole, end), groups, chosen)
 
 
 def _rounded(
@@ -184,7 +189,7 @@ def _rounded(
     layer: int,
     number_format: FormatName,
     rotated: int,
-    whole: int,
+    positions: slice,
     groups: int,
     chosen: str,
 ) -> Tensor:
@@ -194,5 +199,5 @@ def _rounded(
     if not heads:
         return x
     changed = x.clone()
-    changed[:, whole:, heads] = stored(x[:, whole:, heads], number_format, rotated)
+    changed[:, positions, heads] = stored(x[:, positions, heads], number_format, rotated)
     return changed

@@ -90,10 +90,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "stream_heads": ("(1,4,L0H1,L1H0,L1H2)",),
     "stream_other_heads": ("(2,4,L0H3,L1H0,L1H1)",),
     "stream_groups": ("(1,4,2,x21)", "(0,5,1,x01)"),
-    "store_keys": ("(rotated4,2,2,x21)", "(q4_0,0,1,x11)", "(fp8,0,1,x01)", "(mlx4,0,1,x11)"),
+    "store_keys": (
+        "(rotated4,2,17,2,x21)", "(q4_0,0,17,1,x11)", "(fp8,0,9,1,x01)", "(mlx4,0,17,1,x11)",
+    ),
     "store_values": (
-        "(rotated2,1,2,x12)", "(q8_0,0,1,x11)", "(fp8,3,1,x11)", "(affine8,0,1,x1)",
-        "(mlx2,0,1,x11)", "(mlx8,0,1,x11)", "(rotated3,0,1,x11)",
+        "(rotated2,1,17,2,x12)", "(q8_0,0,17,1,x11)", "(fp8,3,17,1,x11)", "(affine8,0,12,1,x1)",
+        "(mlx2,0,17,1,x11)", "(mlx8,0,17,1,x11)", "(rotated3,0,17,1,x11)",
     ),
     "zero_massive_activations": ("(0,1.5,2)",),
     "set_massive_activation": ("(0,5,-20)", "(1,31,7.5,3)"), "ideal_backcopy": ("(0,2)",),
@@ -119,7 +121,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 COMBINATIONS = (
     "zero_query_bias+mask_keys(0,1)",
     "mask_keys(-2,2)+head_to_first(1,0)",
-    "stream_groups(1,4,1,x1)+store_keys(rotated4,2,2,x31)+store_values(q4_0,2,2,x12)",
+    "stream_groups(1,4,1,x1)+store_keys(rotated4,2,15,2,x31)+store_values(q4_0,2,15,2,x12)",
     "first_position_second+scale_massive_keys",
     "swap_first_value(4)+patch_head(1,0)+patch_head_at(0,1,9)",
     "zero_first_token+zero_positions+zero_attention(1)",

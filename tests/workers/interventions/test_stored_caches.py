@@ -34,7 +34,7 @@ def test_llama_cpp_rotates_the_numbers_of_heads_before_it_rounds_them(
                 for row in heads.reshape(3, d_head) @ turn
             ]
         )
-        options = {"number_format": name, "whole": 0, "groups": 1, "chosen": "x1"}
+        options = {"number_format": name, "whole": 0, "end": 3, "groups": 1, "chosen": "x1"}
         found = store(torch.from_numpy(heads), 0, **options)
         np.testing.assert_allclose(found.reshape(3, d_head), expected, atol=1e-12)
 
@@ -50,7 +50,7 @@ def test_each_number_of_a_head_has_a_scale_of_its_own_for_each_32_positions(
         for sequence, head, channel in np.ndindex(2, 2, 8):
             block = expected[sequence, start : start + 32, head, channel]
             block[:] = quantised(block, bits)
-    options = {"number_format": name, "whole": 4, "groups": 3, "chosen": "x3"}
+    options = {"number_format": name, "whole": 4, "end": 75, "groups": 3, "chosen": "x3"}
     found = store_keys(torch.from_numpy(keys), 0, **options)
     np.testing.assert_allclose(found, expected, atol=1e-12)
     assert not np.allclose(found, keys)
@@ -62,7 +62,7 @@ def test_heads_of_any_width_are_rotated_before_their_numbers_share_a_scale(
     name: FormatName, d_head: int
 ):
     heads = np.random.default_rng(0).normal(size=(1, 3, 1, d_head))
-    options = {"number_format": name, "whole": 0, "groups": 1, "chosen": "x1"}
+    options = {"number_format": name, "whole": 0, "end": 3, "groups": 1, "chosen": "x1"}
     for store in (store_keys, store_values):
         found = store(torch.from_numpy(heads), 0, **options)
         expected = [STORED[name](row) for row in heads.reshape(3, d_head)]
