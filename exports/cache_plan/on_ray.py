@@ -8,9 +8,11 @@ again. Answers come back by sequence, so what is known is the same wherever it w
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -25,7 +27,8 @@ from headcount.jobs.cluster.ray_cluster import (
     room_of_replica,
 )
 from headcount.jobs.resources import Resources
-from headcount.jobs.run.dispatch import NO_REPLICA, STARTING_NOTICE
+from headcount.jobs.run.dispatch import LOOK_SECONDS, NO_REPLICA, STARTING_NOTICE
+from headcount.jobs.run.ray_replicas import RESTART_PAUSE
 from headcount.queries.commands.opening import tell_user
 from headcount.schemas.errors import RunError
 from headcount.workers.cache_trial import CacheTrial, Half
@@ -35,18 +38,11 @@ from headcount.workers.process import prepare_process
 from headcount.workers.provenance.code_fingerprint import Code, check_code, read_code
 from headcount.workers.replica import is_device_failure
 
-DEATHS = 3  # how often an actor may die at one question; what kills each is not asked for ever
+DEATHS = 3  # how often an actor may die at one question: the question may be what kills it
 
 T = TypeVar("T")
 
 Question = Callable[[CacheTrial], T]
-
-
-class _Facts(NamedTuple):
-    """What only a loaded model says of itself."""
-
-    own_windows: dict[int, int]
-    prompt: int
 
 
 @ray.remote
@@ -59,7 +55,6 @@ class TrialActor:
         self.driver_code, self.work_reference = driver_code, work_reference
         self.resources, self.part = resources, part
         self.trial: CacheTrial | None = None
-        self.passes = 0  # sequences that have gone through the model for the latest question
 
     def _begun(self) -> CacheTrial:
         """The trial of the driver's sequences, which measures a part of them."""
@@ -71,23 +66,24 @@ class TrialActor:
         prepare_process(self.resources.cores if self.resources.device == "cpu" else None)
         trial = CacheTrial(model, [], **options)
         check_same_model(model, trial.info, info)
-        trial.pieces, trial.part, trial.passed = pieces, self.part, self._count
+        trial.pieces, trial.part = pieces, self.part
         return trial
+
+    def ready(self) -> None:
+        """Ray calls no method of an actor that has no process."""
 
     def answer(self, question: Question[T]) -> tuple[T, int]:
         """What the trial says, and how many sequences went through the model for that."""
-        self.passes = 0
+        passed: list[int] = []
         try:
             self.trial = self.trial or self._begun()
-            return question(self.trial), self.passes
+            self.trial.passed = passed.append
+            return question(self.trial), sum(passed)
         except Exception as error:
             # The device is lost to this process. If it dies, Ray asks a new one.
             if is_device_failure(error):
                 os._exit(1)
             raise
-
-    def _count(self, sequences: int) -> None:
-        self.passes += sequences
 
 
 class TrialOnRay(CacheTrial):
@@ -104,7 +100,7 @@ class TrialOnRay(CacheTrial):
         super().__init__(model, texts, **options)
         self.resources, self.options = resources, options
         self.actors: list[Any] = []
-        self._facts: _Facts | None = None
+        self._prompt = 0
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
@@ -120,8 +116,7 @@ class TrialOnRay(CacheTrial):
             start_actor = TrialActor.options(
                 **room_of_replica(self.resources),
                 max_restarts=-1,
-                # A measurement changes nothing, so it may be made again.
-                max_task_retries=DEATHS - 1,
+                max_task_retries=0,  # Of a machine that is gone Ray would use them up at once.
                 scheduling_strategy="SPREAD",
             ).remote
             # More actors than sequences would have nothing to do.
@@ -130,8 +125,10 @@ class TrialOnRay(CacheTrial):
             common = (read_code(), reference_bytes, self.resources)
             self.actors = [start_actor(*common, part) for part in parts]
             try:
-                facts = self._answers_of(dict.fromkeys(range(self.models), _facts_of))
-                self._facts = facts[0]
+                for actor in self.actors:
+                    self._wait_for(actor)
+                # Models are loaded for that.
+                self._prompt = self._answers_of_all(lambda trial: trial.prompt)[0]
                 yield
             finally:
                 # After Ray's end `ray.kill` would join another cluster of this machine.
@@ -141,14 +138,12 @@ class TrialOnRay(CacheTrial):
 
     def own_windows(self) -> dict[int, int]:
         """The window that each layer has of itself, if it has one."""
-        assert self._facts is not None
-        return self._facts.own_windows
+        return self._answers_of({0: CacheTrial.own_windows})[0]
 
     @property
     def prompt(self) -> int:
         """How many tokens are read with the whole cache, before it is cut."""
-        assert self._facts is not None
-        return self._facts.prompt
+        return self._prompt
 
     def answers(self, half: Half, intervention: str, rows: range) -> list[list[float | None]]:
         """The fields of `Measured` for some sequences."""
@@ -170,11 +165,9 @@ class TrialOnRay(CacheTrial):
         self, sink: int, recent: int, needle_weight: float, opened: tuple[KVHead, ...]
     ) -> Round:
         """The round of `rounds` in which these heads are open."""
-
-        def question(trial: CacheTrial) -> Round:
-            return trial.round_of_opening(sink, recent, needle_weight, opened)
-
-        found = self._answers_of(dict.fromkeys(range(self.models), question))
+        found = self._answers_of_all(
+            lambda trial: trial.round_of_opening(sink, recent, needle_weight, opened)
+        )
         asked = self._asked("chooses").sum(1)  # [sequence]
         gains = np.zeros((len(asked), *found[0].gains.shape[1:]))
         known = 0.0
@@ -184,25 +177,52 @@ class TrialOnRay(CacheTrial):
         loss = sum(of_part.loss for of_part in found.values())
         return Round(opened, known / int(asked.sum()), loss, gains)
 
+    def _answers_of_all(self, question: Question[T]) -> dict[int, T]:
+        return self._answers_of(dict.fromkeys(range(self.models), question))
+
     def _answers_of(self, questions: Mapping[int, Question[T]]) -> dict[int, T]:
-        """What actors answer to their questions, by their numbers."""
-        numbers = {
-            self.actors[number].answer.remote(question): number
-            for number, question in questions.items()
-        }
-        waiting, answers = [*numbers], dict[int, T]()
-        while waiting:
-            arrived, waiting = ray.wait(waiting, num_returns=1, timeout=STARTING_NOTICE)
-            for reference in arrived:
-                try:
-                    answers[numbers[reference]], passes = ray.get(reference)
-                except ray.exceptions.RayTaskError as error:
-                    raise RunError(f"a replica cannot measure: {last_line(str(error))}") from None
+        """What actors answer to their questions, by their numbers. Measuring changes nothing, so
+        the successor of one that dies is asked the same.
+        """
+        answers, deaths = dict[int, T](), Counter[int]()
+        numbers: dict[ray.ObjectRef[tuple[T, int]], int] = {}
+
+        def ask(number: int) -> None:
+            numbers[self.actors[number].answer.remote(questions[number])] = number
+
+        for number in questions:
+            ask(number)
+        while numbers:
+            (arrived,), _ = ray.wait([*numbers], num_returns=1)
+            number = numbers.pop(arrived)
+            try:
+                answers[number], passes = ray.get(arrived)
                 self.passed(passes)
-            if not arrived and self._facts is None:
-                tell_user(lack_of_room(self.resources) or NO_REPLICA)
+            except ray.exceptions.RayTaskError as error:
+                raise RunError(f"a replica cannot measure: {last_line(str(error))}") from None
+            except ray.exceptions.RayActorError as error:
+                deaths[number] += 1
+                if deaths[number] == DEATHS:
+                    raise RunError(
+                        f"a replica died {DEATHS} times at the same sequences "
+                        f"({last_line(str(error))}); is there enough memory for it?"
+                    ) from None
+                self._wait_for(self.actors[number])
+                ask(number)
         return answers
 
-
-def _facts_of(trial: CacheTrial) -> _Facts:
-    return _Facts(trial.own_windows(), trial.prompt)
+    def _wait_for(self, actor: Any) -> None:  # noqa: ANN401 (Ray's handle)
+        """Wait until Ray has started an actor, for the first time or again."""
+        ready, told = actor.ready.remote(), time.monotonic()
+        while True:
+            try:
+                return ray.get(ready, timeout=LOOK_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                pass
+            except ray.exceptions.ActorUnavailableError:
+                # Ray is starting it again, and says so at once.
+                time.sleep(RESTART_PAUSE)
+                ready = actor.ready.remote()
+            if time.monotonic() > told + STARTING_NOTICE:
+                tell_user(lack_of_room(self.resources) or NO_REPLICA)
+                told = time.monotonic()
