@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from headcount.jobs.commands.options import TrustPlugins
+from headcount.jobs.commands.options import (
+    ClusterAddress,
+    Cores,
+    DeviceOption,
+    MaybeReplicas,
+    TrustPlugins,
+)
 from headcount.queries.commands.opening import Code, tell_user
 from headcount.schemas.errors import QueryError
 
@@ -292,7 +298,10 @@ def cache_plan(
         int, typer.Option(min=2, help="Sequences that choose, and as many others that report.")
     ] = 8,
     window: Annotated[int, typer.Option(min=1, help="Last keys that a window keeps.")] = 64,
-    device: Annotated[Device, typer.Option(help="Device of the model.")] = "auto",
+    replicas: MaybeReplicas = None,
+    cores: Cores = 0,
+    device: DeviceOption = "auto",
+    address: ClusterAddress = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace a plan of other questions.")
     ] = False,
@@ -310,7 +319,12 @@ def cache_plan(
     from headcount.exports.cache_plan.engines import ENGINES
     from headcount.exports.cache_plan.planning import PlanRequest, lines_of
     from headcount.exports.cache_plan.search import Goal
+    from headcount.jobs.resources import Resources
 
+    resources = Resources.asked_for(replicas, cores, device, address)
+    resources.check_here()
+    if not resources.replicas:
+        prepare_process(resources.cores or None)
     content = PlanRequest(
         model=model,
         engine=ENGINES[engine],
@@ -319,7 +333,7 @@ def cache_plan(
         n_ctx=n_ctx,
         sequences=sequences,
         recent=window,
-        device=device,
+        resources=resources,
         folder=output,
         replace=replace,
     ).made()

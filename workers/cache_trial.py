@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from headcount.schemas.errors import ModelError, ScanError, counted
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.engine.prediction_inputs import check_unembedding, row_chunks
-from headcount.workers.head_gates import Asked, HeadGates, Predictions, Round
+from headcount.workers.head_gates import Asked, HeadGates, KVHead, Predictions, Round, rounds_of
 from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
 from headcount.workers.inputs.families.needles import needle_in
 from headcount.workers.inputs.input_registry import Draw
@@ -87,6 +88,8 @@ class CacheTrial:
     have gone through it.
     """
 
+    models = 1  # that measure at once
+
     def __init__(
         self,
         model: str,
@@ -110,6 +113,8 @@ class CacheTrial:
         self.opened: dict[str, list[dict[str, Any]]] = {}
         """The rounds in which heads were opened, by how caches were cut."""
         self.passed: Callable[[int], None] = lambda _: None
+        self.part = slice(None)
+        """Which sequences of each half are measured here, in an actor not all."""
         if self.n_ctx > self.info.n_ctx:
             raise ScanError(
                 f"--n-ctx {self.n_ctx}: is beyond the {self.info.n_ctx} positions of "
@@ -125,9 +130,15 @@ class CacheTrial:
         check_unembedding(replica.model)
         return replica
 
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Within it, what measures is there."""
+        _ = self.replica
+        yield
+
     def run(self, count: int) -> None:
-        """Send some sequences through the model, to see how long that takes."""
-        self._measured("chooses", "none", range(count))
+        """Send so many sequences through each model, to see how long that takes."""
+        self.answers("chooses", "none", range(count * self.models))
 
     def own_windows(self) -> dict[int, int]:
         """The window that each layer has of itself, if it has one."""
@@ -214,12 +225,16 @@ class CacheTrial:
         count = len(pieces.tokens) if count is None else min(count, len(pieces.tokens))
         rows = self.known.setdefault(f"{half} {intervention}", [])
         if len(rows) < count:
-            rows += self._measured(half, intervention, range(len(rows), count))
+            rows += self.answers(half, intervention, range(len(rows), count))
         return Measured(*np.array(rows[:count], float).T)
 
-    def _measured(self, half: Half, intervention: str, rows: range) -> list[list[float | None]]:
-        """The fields of `Measured` for some sequences."""
-        asked = self._asked(half)
+    def _own(self, half: Half) -> Pieces:
+        """The sequences of a half that are measured here."""
+        return Pieces(*(each[self.part] for each in self.pieces[half]))
+
+    def answers(self, half: Half, intervention: str, rows: range) -> list[list[float | None]]:
+        """The fields of `Measured` for some of the sequences that are measured here."""
+        asked = self._asked(half)[self.part]
         whole = self._expected if half == "chooses" and intervention != "none" else None
         # Where the tokens that these sequences are asked for begin among those of all.
         row = int(asked[: rows.start].sum())
@@ -240,7 +255,7 @@ class CacheTrial:
         asked = asked[rows.start : rows.stop]
         of_row, is_answer = (
             np.nonzero(asked)[0],
-            self.pieces[half].is_answer[rows.start : rows.stop][asked],
+            self._own(half).is_answer[rows.start : rows.stop][asked],
         )
 
         def means(values: np.ndarray, is_in: np.ndarray) -> np.ndarray:
@@ -268,7 +283,7 @@ class CacheTrial:
         bound.check(self.info, self.n_ctx)
         attend = changed_attention(bound.changes(model))
         size = max(1, MOST_TOKENS // (self.n_ctx - prompts.length))
-        asked = self._asked(half)
+        asked = self._asked(half)[self.part]
         for start in range(rows.start, rows.stop, size):
             batch = slice(start, min(start + size, rows.stop))
             stream = prompts.read_on(batch, attend)
@@ -291,7 +306,7 @@ class CacheTrial:
             length = int(PROMPT_SHARE * first_question)
             if not ReadPrompts(model, pieces["chooses"].tokens[:1], length).is_exact:
                 length = 0
-        return {half: ReadPrompts(model, pieces[half].tokens, length) for half in HALVES}
+        return {half: ReadPrompts(model, self._own(half).tokens, length) for half in HALVES}
 
     @property
     def prompt(self) -> int:
@@ -317,7 +332,7 @@ class CacheTrial:
         """What the model predicts with its whole cache before the tokens that are compared, those
         of one sequence that chooses after those of another.
         """
-        rows = range(len(self.pieces["chooses"].tokens))
+        rows = range(len(self._own("chooses").tokens))
         chunks = [
             Predictions.of(logits) for logits, _ in self._asked_logits("chooses", "none", rows)
         ]
@@ -327,19 +342,28 @@ class CacheTrial:
         """Rounds in which KV heads are opened, by how far predictions have moved where plans are
         chosen: the mean over tokens of the text, and that over the answers times a weight.
         """
-        pieces, is_asked = self.pieces["chooses"], self._asked("chooses")
+        known = self.opened.setdefault(f"{sink},{recent},{needle_weight:g}", [])
+        before, found = [*map(Round.read, known)], list[Round]()
+        ask = partial(self.round_of_opening, sink, recent, needle_weight)
+        for one in rounds_of(self.info.kv_heads, before, ask):
+            found.append(one)
+            if len(found) > len(known):
+                known.append(one.facts)
+        return found
+
+    def round_of_opening(
+        self, sink: int, recent: int, needle_weight: float, opened: tuple[KVHead, ...]
+    ) -> Round:
+        """The round of `rounds` in which these heads are open, of the sequences measured here."""
+        pieces, is_asked = self._own("chooses"), self._asked("chooses")[self.part]
         text, answers = (
             is_in / is_in.sum(1, keepdims=True)
             for is_in in (is_asked & ~pieces.is_answer, pieces.is_answer)
         )
         # A weight of 0 would say that answers are not asked for.
         weights = text + max(needle_weight, 1e-12) * answers
-        asked = Asked(pieces.tokens, weights / len(weights), self._expected)
+        # The loss is a mean over all sequences, wherever they are measured.
+        count = len(self.pieces["chooses"].tokens)
+        asked = Asked(pieces.tokens, weights / count, self._expected)
         gates = HeadGates(self.replica.model, sink, recent, self._prompts["chooses"])
-        known = self.opened.setdefault(f"{sink},{recent},{needle_weight:g}", [])
-        before, found = [*map(Round.read, known)], list[Round]()
-        for one in gates.rounds(asked, before, self.passed):
-            found.append(one)
-            if len(found) > len(known):
-                known.append(one.facts)
-        return found
+        return gates.asked(asked, opened, self.passed)

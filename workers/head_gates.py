@@ -112,6 +112,33 @@ class Round:
         return cls(opened, facts["recall"], facts["loss"], np.array(facts["gains"]))
 
 
+def rounds_of(
+    heads: Sequence[KVHead],
+    before: Sequence[Round],
+    ask: Callable[[tuple[KVHead, ...]], Round],
+) -> Iterator[Round]:
+    """Open heads until half of them are open, or none gains anything. `ask` measures what is known
+    with some of them open; what was measured `before` is not measured again.
+    """
+    step = -(-len(heads) // (2 * ROUNDS))
+    yield from before
+    latest = before[-1] if before else ask(())
+    if not before:
+        yield latest
+    while 2 * len(latest.opened) < len(heads):
+        best = [head for head, gain in closed_heads(heads, latest) if gain > 0][:step]
+        if not best:
+            return
+        latest = ask((*latest.opened, *best))
+        yield latest
+
+
+def closed_heads(heads: Sequence[KVHead], latest: Round) -> list[tuple[KVHead, float]]:
+    """The heads that are not open, and their gains: the largest first."""
+    gains = {head: float(latest.of_all[head]) for head in heads if head not in latest.opened}
+    return sorted(gains.items(), key=lambda item: -item[1])
+
+
 class HeadGates:
     """A model with a gate at each KV head: 0 where its cache is cut, 1 where it is whole.
 
@@ -124,42 +151,22 @@ class HeadGates:
         """Behind `prompts`, if there are any, caches are cut: these are read whole."""
         check_unembedding(model)
         self.model, self.sink, self.recent, self.prompts = model, sink, recent, prompts
-        info = model.info
-        self.layers = tuple(info.attention_layers_or_all)
-        self.n_kv_heads = info.n_kv_heads or info.n_heads
+        self.n_kv_heads = model.info.n_kv_heads or model.info.n_heads
 
     def rounds(
         self, asked: Asked, before: Sequence[Round], told: Callable[[int], None]
     ) -> Iterator[Round]:
-        """Open heads until half of them are open, or none gains anything; what was measured
-        `before` is not measured again. `told` hears how many sequences have gone through the model.
+        """The rounds in which heads are opened. `told` hears how many sequences have gone through
+        the model.
         """
-        heads = len(self.layers) * self.n_kv_heads
-        step = -(-heads // (2 * ROUNDS))
-        yield from before
-        latest = before[-1] if before else self.asked(asked, (), told)
-        if not before:
-            yield latest
-        while 2 * len(latest.opened) < heads:
-            best = [head for head, gain in self.closed(latest) if gain > 0][:step]
-            if not best:
-                return
-            latest = self.asked(asked, (*latest.opened, *best), told)
-            yield latest
-
-    def closed(self, latest: Round) -> list[tuple[KVHead, float]]:
-        """The heads that are not open, and their gains: the largest first."""
-        gains = {
-            (layer, head): float(gain)
-            for layer in self.layers
-            for head, gain in enumerate(latest.of_all[layer])
-            if (layer, head) not in latest.opened
-        }
-        return sorted(gains.items(), key=lambda item: -item[1])
+        yield from rounds_of(
+            self.model.info.kv_heads, before, lambda opened: self.asked(asked, opened, told)
+        )
 
     def ranking(self, latest: Round) -> list[KVHead]:
         """All heads: those that were opened in their order, then the others by their gains."""
-        return [*latest.opened, *(head for head, _ in self.closed(latest))]
+        closed = closed_heads(self.model.info.kv_heads, latest)
+        return [*latest.opened, *(head for head, _ in closed)]
 
     def whole(self, asked: Asked, told: Callable[[int], None]) -> tuple[float, float]:
         """Recall and loss with every cache whole."""

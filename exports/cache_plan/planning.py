@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -27,6 +28,7 @@ from headcount.exports.shared.certainty import cost
 from headcount.exports.shared.confirmation import shown_and_kept
 from headcount.jobs.bars import waiting
 from headcount.jobs.plan.passes import seconds_of, words_of_passes
+from headcount.jobs.resources import Resources
 from headcount.queries.commands.opening import tell_user
 from headcount.schemas.errors import QueryError
 from headcount.schemas.places import explained, write_whole
@@ -50,7 +52,7 @@ class PlanRequest:
     n_ctx: int | None
     sequences: int
     recent: int
-    device: Literal["auto", "cpu", "cuda"]
+    resources: Resources
     folder: Path
     replace: bool
 
@@ -58,31 +60,49 @@ class PlanRequest:
         """Measure and write it; returns what plan.json says."""
         console = Console(stderr=True, highlight=False)
         with waiting(console, "reading the model's files and the texts"):
-            trial = CacheTrial(
-                self.model,
-                self.texts,
-                n_ctx=self.n_ctx,
-                sequences=self.sequences,
-                reads_prompts=self.engine.reads_prompts,
-                device=self.device,
-            )
+            trial = self._trial()
             # Before the model is loaded: what is refused costs nothing.
             self._check_window(trial.n_ctx)
             if (problem := self.engine.problem(trial.info)) is not None:
                 raise QueryError(f"--engine {self.engine.name}: {trial.info.name}: {problem}")
-            pieces = trial.pieces
             identity = self._identity(trial)
         answers, opened = self._known(identity)
         trial.known.update(answers)
         trial.opened.update(opened)
         # A folder that cannot be written is refused before anything is paid for.
         self._save(trial, identity)
-        with waiting(console, "loading the model"):
-            shape = self._shape(trial)
+        with ExitStack() as stack:
+            with waiting(console, "loading the model"):
+                stack.enter_context(trial.loaded())
+                shape = self._shape(trial)
+            return self._measured(trial, identity, shape, console)
+
+    def _trial(self) -> CacheTrial:
+        make = CacheTrial
+        if self.resources.replicas:
+            # Ray takes a second to import.
+            from headcount.exports.cache_plan.on_ray import TrialOnRay
+
+            make = partial(TrialOnRay, self.resources)
+        return make(
+            self.model,
+            self.texts,
+            n_ctx=self.n_ctx,
+            sequences=self.sequences,
+            reads_prompts=self.engine.reads_prompts,
+            device=self.resources.device,
+        )
+
+    def _measured(
+        self, trial: CacheTrial, identity: dict[str, Any], shape: CacheShape, console: Console
+    ) -> dict[str, Any]:
+        """Search with a trial that is loaded, and write what was found; returns the same."""
         search = Search(trial, self.engine, shape, self.goal, tell_user)
-        passes = search.passes + (2 + MOST_POINTS) * len(pieces["reports"].tokens)
+        sequences = {half: len(each.tokens) for half, each in trial.pieces.items()}
+        passes = search.passes + (2 + MOST_POINTS) * sequences["reports"]
         with waiting(console, "timing the first passes"):
-            seconds = seconds_of(trial.run, min(2, len(pieces["chooses"].tokens)))
+            of_each = min(2, sequences["chooses"] // trial.models)
+            seconds = seconds_of(trial.run, of_each) / trial.models
         tell_user(f"at most {words_of_passes(passes, trial.n_ctx, seconds)}")
         save = partial(self._save, trial, identity)
         with shown_and_kept("cache-plan", "cache-plan: ", passes, save) as trial.passed:
@@ -106,14 +126,9 @@ class PlanRequest:
 
     def _shape(self, trial: CacheTrial) -> CacheShape:
         info = trial.info
-        n_kv_heads = info.n_kv_heads or info.n_heads
         return CacheShape(
-            kv_heads=tuple(
-                (layer, head)
-                for layer in info.attention_layers_or_all
-                for head in range(n_kv_heads)
-            ),
-            n_kv_heads=n_kv_heads,
+            kv_heads=info.kv_heads,
+            n_kv_heads=info.n_kv_heads or info.n_heads,
             d_head=info.d_head,
             n_ctx=trial.n_ctx,
             sink=self.engine.sink,

@@ -261,6 +261,13 @@ def _join(address: str) -> None:
         )
 
 
+def room_of_replica(resources: Resources) -> dict[str, int]:
+    """What Ray keeps free for a replica, in its words."""
+    on_gpu = resources.device == "cuda"
+    cores = max(1, resources.cores) if on_gpu else resources.cores
+    return {"num_cpus": cores, "num_gpus": int(on_gpu)}
+
+
 def lack_of_room(resources: Resources) -> str | None:
     """What a replica needs that no machine of the cluster has; it may start one that has it."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]

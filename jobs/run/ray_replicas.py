@@ -11,7 +11,13 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 
-from headcount.jobs.cluster.ray_cluster import draining_nodes, lack_of_room, last_line, ray_in_words
+from headcount.jobs.cluster.ray_cluster import (
+    draining_nodes,
+    lack_of_room,
+    last_line,
+    ray_in_words,
+    room_of_replica,
+)
 from headcount.jobs.plan.plan import Plan
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.dispatch import LOOK_SECONDS, Driver
@@ -116,10 +122,8 @@ class RayReplicas:
         reference_bytes = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
             self.work_reference
         )
-        on_gpu = resources.device == "cuda"
         start_actor = ReplicaActor.options(
-            num_cpus=max(1, resources.cores) if on_gpu else resources.cores,
-            num_gpus=int(on_gpu),
+            **room_of_replica(resources),
             max_concurrency=CALLS,
             max_restarts=-1,  # A node that comes back, or a new one, gets the replica.
             max_task_retries=0,  # Which shard is tried again is decided by the schedule.

@@ -26,7 +26,7 @@ from headcount.schemas.scans.scan import Scan
 from headcount.workers.inputs.sequences import Sequences, ShardInput
 from headcount.workers.interventions import needs_partners
 from headcount.workers.interventions.settlement import check_begun
-from headcount.workers.model.info.description import described
+from headcount.workers.model.info.description import check_same_model, described
 from headcount.workers.model.model_info import ModelInfo
 from headcount.workers.process import prepare_process
 from headcount.workers.provenance.code_fingerprint import Code, check_code
@@ -71,16 +71,7 @@ class ReplicaActor:
         threads = resources.cores if resources.device == "cpu" else None
         self.computing.submit(prepare_process, threads).result()
         local_info = described(scan)
-        if local_info.sha256 != info.sha256:
-            raise RunError(
-                f"model {scan.model}: this node has weights {local_info.sha256}, "
-                f"the driver {info.sha256}; copy the driver's files there"
-            )
-        if local_info.identity != info.identity:
-            raise RunError(
-                f"model {scan.model}: on this node its files name other special tokens than on the "
-                "driver; copy the driver's files there"
-            )
+        check_same_model(scan.model, local_info, info)
         activate(scan.plugins)
         partners = needs_partners(scan.interventions)
         self.sequences = Sequences(scan, local_info, index, corpus, partners)

@@ -69,6 +69,12 @@ class ModelInfo:
         )
 
     @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """Its heads of keys and values: a layer, and one of its heads."""
+        of_layer = range(self.n_kv_heads or self.n_heads)
+        return tuple((layer, head) for layer in self.attention_layers_or_all for head in of_layer)
+
+    @property
     def is_of_transformers(self) -> bool:
         """Whether its modules are those of transformers."""
         return self.layout in ("huggingface", "gguf")

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headcount.schemas.errors import ModelError, unknown
+from headcount.schemas.errors import ModelError, RunError, unknown
 from headcount.schemas.files.input_files import check_input_directory, check_real_path
 from headcount.schemas.reasons import reason
 from headcount.workers.model.info.bundled_models import BUNDLED, BUNDLED_MODELS
@@ -243,6 +243,20 @@ def described(scan: Scan) -> ModelInfo:
     """What the model of a scan is."""
     path, tokenizer = find_model(scan.model, scan.revision), find_tokenizer(scan.tokenizer)
     return describe(path, None, scan.adapter, tokenizer)
+
+
+def check_same_model(model: str, here: ModelInfo, driver: ModelInfo) -> None:
+    """Refuse to measure for a driver whose model is another one than this machine's."""
+    if here.sha256 != driver.sha256:
+        raise RunError(
+            f"model {model}: this node has weights {here.sha256}, the driver {driver.sha256}; "
+            "copy the driver's files there"
+        )
+    if here.identity != driver.identity:
+        raise RunError(
+            f"model {model}: on this node its files name other special tokens than on the driver; "
+            "copy the driver's files there"
+        )
 
 
 def _configuration(path: Path) -> _Configuration:
