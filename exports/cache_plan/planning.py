@@ -23,16 +23,14 @@ from headcount.exports.cache_plan.search import (
     Search,
     not_undercut,
 )
+from headcount.exports.formats.duo import problem_of_window
 from headcount.exports.shared.certainty import cost
-from headcount.exports.shared.confirmation import shown_and_kept
+from headcount.exports.shared.confirmation import shown_and_kept, tell_passes
 from headcount.jobs.bars import waiting
-from headcount.jobs.plan.passes import seconds_of, words_of_passes
 from headcount.queries.commands.opening import tell_user
 from headcount.schemas.errors import QueryError
 from headcount.schemas.places import explained, write_whole
-from headcount.workers.cache_trial import SEEDS, CacheTrial
-from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, text_record
-from headcount.workers.provenance.code_fingerprint import code_fingerprint
+from headcount.workers.cache_trial import CacheTrial
 
 PLAN = "plan.json"
 
@@ -70,20 +68,17 @@ class PlanRequest:
             self._check_window(trial.n_ctx)
             if (problem := self.engine.problem(trial.info)) is not None:
                 raise QueryError(f"--engine {self.engine.name}: {trial.info.name}: {problem}")
-            pieces = trial.pieces
-            identity = self._identity(trial)
+            identity = trial.identity
         answers, opened = self._known(identity)
         trial.known.update(answers)
         trial.opened.update(opened)
         # A folder that cannot be written is refused before anything is paid for.
         self._save(trial, identity)
         with waiting(console, "loading the model"):
-            shape = self._shape(trial)
+            shape = shape_of(trial, self.engine.sink, self.recent, self.engine.whole)
         search = Search(trial, self.engine, shape, self.goal, tell_user)
-        passes = search.passes + (2 + MOST_POINTS) * len(pieces["reports"].tokens)
-        with waiting(console, "timing the first passes"):
-            seconds = seconds_of(trial.run, min(2, len(pieces["chooses"].tokens)))
-        tell_user(f"at most {words_of_passes(passes, trial.n_ctx, seconds)}")
+        passes = search.passes + (2 + MOST_POINTS) * len(trial.pieces["reports"].tokens)
+        tell_passes(trial, passes)
         save = partial(self._save, trial, identity)
         with shown_and_kept("cache-plan", "cache-plan: ", passes, save) as trial.passed:
             found = search.run()
@@ -96,44 +91,10 @@ class PlanRequest:
         return content
 
     def _check_window(self, n_ctx: int) -> None:
-        kept = self.engine.sink + self.recent
         has_windows = any(each.window for each in self.engine.alternatives)
-        if has_windows and kept >= n_ctx:
-            raise QueryError(
-                f"--window {self.recent}: with the first {self.engine.sink} keys a head keeps all "
-                f"of {n_ctx} tokens; expected less, or a larger --n-ctx"
-            )
-
-    def _shape(self, trial: CacheTrial) -> CacheShape:
-        info = trial.info
-        n_kv_heads = info.n_kv_heads or info.n_heads
-        return CacheShape(
-            kv_heads=tuple(
-                (layer, head)
-                for layer in info.attention_layers_or_all
-                for head in range(n_kv_heads)
-            ),
-            n_kv_heads=n_kv_heads,
-            d_head=info.d_head,
-            n_ctx=trial.n_ctx,
-            sink=self.engine.sink,
-            recent=self.recent,
-            whole=self.engine.whole,
-            own_windows=trial.own_windows(),
-        )
-
-    def _identity(self, trial: CacheTrial) -> dict[str, Any]:
-        """What answers rest on: only those to the same questions can be used again."""
-        return {
-            "model": trial.info.name,
-            "sha256": trial.info.sha256,
-            "code": code_fingerprint(),
-            "n_ctx": trial.n_ctx,
-            "reads_prompts": trial.reads_prompts,
-            "sequences": {half: len(each.tokens) for half, each in trial.pieces.items()},
-            "needle_seeds": dict(SEEDS),
-            "texts": [text_record(text) for text in self.texts or [BUNDLED_LICENSE]],
-        }
+        problem = problem_of_window(n_ctx, self.engine.sink, self.recent, "--window")
+        if has_windows and problem is not None:
+            raise QueryError(problem)
 
     def _known(self, identity: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The answers of an earlier command with the same questions, and its rounds of opening."""
@@ -213,19 +174,55 @@ class PlanRequest:
     ) -> dict[str, Any]:
         """A plan as the documents that report have it."""
         text = point.plan.intervention(shape)
-        untouched, changed = (trial.measure("reports", name) for name in ("none", text))
-        documents = trial.pieces["reports"].documents
-        recall, whole = (cost(each.recall, documents) for each in (changed, untouched))
         return {
             "bytes_per_token": point.bytes_per_token,
             "share": point.bytes_per_token / full,
-            **cost(changed.text - untouched.text, documents),
-            "recall": recall["delta_nll"],
-            "recall_error": recall["standard_error"],
-            "recall_whole": whole["delta_nll"],
+            **reported(trial, text),
             "where_chosen": {"delta_nll": point.loss, "recall": point.recall},
             "intervention": text,
         }
+
+
+def shape_of(trial: CacheTrial, sink: int, recent: int, whole: int = 0) -> CacheShape:
+    """A model's cache, and what windows and formats leave of it. The model is loaded."""
+    info = trial.info
+    n_kv_heads = info.n_kv_heads or info.n_heads
+    layers = info.attention_layers_or_all
+    return CacheShape(
+        kv_heads=tuple((layer, head) for layer in layers for head in range(n_kv_heads)),
+        n_kv_heads=n_kv_heads,
+        d_head=info.d_head,
+        n_ctx=trial.n_ctx,
+        sink=sink,
+        recent=recent,
+        whole=whole,
+        own_windows=trial.own_windows(),
+    )
+
+
+def reported(trial: CacheTrial, intervention: str) -> dict[str, float]:
+    """How much the loss of the text rises, and what is recalled, where documents report."""
+    untouched, changed = (trial.measure("reports", name) for name in ("none", intervention))
+    documents = trial.pieces["reports"].documents
+    recall, whole = (cost(each.recall, documents) for each in (changed, untouched))
+    return {
+        **cost(changed.text - untouched.text, documents),
+        "recall": recall["delta_nll"],
+        "recall_error": recall["standard_error"],
+        "recall_whole": whole["delta_nll"],
+    }
+
+
+def words_of_costs(row: Mapping[str, Any]) -> tuple[str, str]:
+    """How much the loss rises, and what is recalled, with standard errors."""
+
+    def error(value: float | None) -> str:
+        return "?" if value is None or np.isnan(value) else f"{value:.2g}"
+
+    return (
+        f"{row['delta_nll']:+.4f} ± {error(row['standard_error'])}",
+        f"{row['recall']:.2f} ± {error(row['recall_error'])}",
+    )
 
 
 def pareto(tried: Sequence[Point]) -> list[Point]:
@@ -242,15 +239,11 @@ def lines_of(content: Mapping[str, Any]) -> list[str]:
     """What a plan says, in lines."""
     from headcount.queries.ask.text_tables import text_table
 
-    def error(value: float | None) -> str:
-        return "?" if value is None or np.isnan(value) else f"{value:.2g}"
-
     rows = [
         (
             f"{row['bytes_per_token']:,.0f}",
             f"{100 * row['share']:.1f}",
-            f"{row['delta_nll']:+.4f} ± {error(row['standard_error'])}",
-            f"{row['recall']:.2f} ± {error(row['recall_error'])}",
+            *words_of_costs(row),
             "the plan" if row == content["plan"] else "",
         )
         for row in content["pareto"]
