@@ -139,9 +139,10 @@ class HeadCheck:
         whole, changed = (self.trial.measure(half, name) for name in ("none", text))
         recall = self.trial.measure("reports", "none").recall.mean()
         weight = NEEDLE_WEIGHT if recall >= LEAST_RECALL else 0.0
-        rises = changed.text - whole.text, weight * (changed.needle - whole.needle)
-        of_both = cost(sum(rises), self.trial.pieces[half].documents)
-        return sum(max(0.0, float(rise.mean())) for rise in rises), of_both["standard_error"]
+        of_text, of_answers = changed.text - whole.text, weight * (changed.needle - whole.needle)
+        of_both = max(0.0, float(of_text.mean())) + max(0.0, float(of_answers.mean()))
+        error = cost(of_text + of_answers, self.trial.pieces[half].documents)["standard_error"]
+        return of_both, error
 
     def _reported(self, kept: Collection[KVHead]) -> dict[str, float]:
         """What it costs where documents report, and what is left of the cache."""
