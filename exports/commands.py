@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -21,7 +21,7 @@ from headcount.queries.commands.opening import Code, tell_user
 from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:
-    from headcount.exports.shared.registry import Exported, ExportFormat
+    from headcount.exports.shared.registry import ExportFormat
 
 commands = typer.Typer(rich_markup_mode=None)
 
@@ -132,10 +132,19 @@ def export(
     check_sequences: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            min=2,
             metavar="NUMBER",
-            help="Sequences of each task of --check: fewer take less time, and say less. "
-            "Default: 64.",
+            help="Sequences of --check that choose a number of heads, and as many others that "
+            "report: fewer take less time, and say less. Default: 16.",
+        ),
+    ] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="A text that --check reads, as cache-plan does. May be repeated. Default: our "
+            "licence, which is short.",
         ),
     ] = None,
     device: Annotated[Device, typer.Option(help="Device of what is measured.")] = "auto",
@@ -198,6 +207,7 @@ def export(
         "--check-sequences is about --check; leave it out": (
             check_sequences is not None and not check
         ),
+        "--text is about --check; leave it out": texts and not check,
     }
     for problem, is_wrong in contradictions.items():
         if is_wrong:
@@ -210,6 +220,7 @@ def export(
         replace=replace,
         model=model,
         check_sequences=(check_sequences or DEFAULT_SEQUENCES) if check else None,
+        texts=texts or [],
         device=device,
         code=code,
         run_ids=run_ids or [],
@@ -223,30 +234,12 @@ def export(
         f"{output}: {name} of {source.model_name}, from run {source.run_id} ({size / 1e3:,.1f} kB)"
     )
     if check:
+        from headcount.exports.cache_plan.head_check import lines_of_check
+
         assert source.check is not None
-        typer.echo(
-            "".join(f"{line}\n" for line in _lines_of_check(source.check, exported)), nl=False
-        )
-
-
-def _lines_of_check(check: Mapping[str, Any], exported: Exported) -> list[str]:
-    """What a check has found out, as a table and lines."""
-    from headcount.exports.shared.registry import sparsity_of
-    from headcount.queries.ask.text_tables import text_table
-
-    lines: list[str] = []
-    if "table" in check:
-        rows = check["table"]
-        lines.append(text_table([*rows[0]], [tuple(row.values()) for row in rows]))
-    if (kept := check.get("heads_that_lose_nothing")) is not None:
         assert exported.cut is not None
-        count = len(exported.cut.heads)
-        line = f"number of heads: with {kept} of {count} nothing is lost on other sequences"
-        # All or none of them is no choice.
-        if 0 < kept < count:
-            line += f"; --sparsity {sparsity_of(count - kept, count):g} chooses them"
-        lines.append(line)
-    return [*lines, *check["left_out"], *check["verdict"]]
+        for line in lines_of_check(source.check, len(exported.cut.heads)):
+            typer.echo(line)
 
 
 @commands.command("cache-plan")

@@ -6,19 +6,13 @@ Torch takes seconds to import, so what needs it is imported inside the functions
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from headcount.exports.destination import facts_of, is_begun, says_unfinished, write_export
 from headcount.exports.refusals import check_setting, scan_for, setting_of_scan
-from headcount.exports.shared.confirmation import (
-    STEPS_OF_A_CHECK,
-    Steps,
-    checked,
-    facts_of_trial,
-    opened,
-)
+from headcount.exports.shared.confirmation import Steps, opened
 from headcount.exports.shared.registry import (
     CacheCut,
     Exported,
@@ -43,11 +37,11 @@ from headcount.schemas.plugins import Plugin, line_of, line_of_error
 from headcount.schemas.registry import in_words
 
 if TYPE_CHECKING:
-    from headcount.workers.head_check import HeadTrial
+    from headcount.workers.cache_trial import CacheTrial
 
 Device = Literal["auto", "cpu", "cuda"]
 
-DEFAULT_SEQUENCES = 64  # of each task of a check
+DEFAULT_SEQUENCES = 16  # that choose in a check, and as many that report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +54,7 @@ class ExportRequest:
     replace: bool
     model: str | None  # the model whose scan comes first; None: the runs are there
     check_sequences: int | None  # None: there is no check
+    texts: Sequence[str]  # that a check reads; none: the licence
     device: Device
     code: str | None
     run_ids: list[str]
@@ -76,7 +71,7 @@ class ExportRequest:
             total += 1 + (needs.baseline is not None)
         if self.check_sequences is not None:
             # A file of scores leaves the number of heads open, and the check looks for it.
-            total += STEPS_OF_A_CHECK + self.export.is_ranking(self.options)
+            total += 1 + self.export.is_ranking(self.options)
         steps = Steps(total)
         baseline = measured = None
         run_ids = self.run_ids
@@ -115,11 +110,10 @@ class ExportRequest:
         if OPENING in awaited or CHECK in awaited:
             # Before anything is written: the model may not be there.
             trial = self._trial(source, setting, exported.cut)
-            known = _known_answers(trial, before)
-            trial.known.update(known)
-            if known:
-                source = dataclasses.replace(source, check=before["check"])
-                first = dataclasses.replace(first, check=before["check"])
+            if CHECK in awaited and (known := _known_check(trial, before)) is not None:
+                trial.known.update(known.get("answers", {}))
+                source = dataclasses.replace(source, check=known)
+                first = dataclasses.replace(first, check=known)
                 exported = self._made(first)
         size = self._begun(exported, first.awaits)
         while awaited:
@@ -128,7 +122,7 @@ class ExportRequest:
                 source = self._calibrated(source, runs, steps)
             elif now == OPENING and trial is not None:
                 steps.begin("heads are opened in rounds, those first with which most is recalled")
-                source = self._opened(trial, source, first.awaits)
+                source = self._opened(trial, exported.cut, source, first.awaits)
             elif trial is not None:
                 source = self._checked(trial, source, exported.cut, steps)
             awaits = ", ".join(awaited) or None
@@ -143,22 +137,28 @@ class ExportRequest:
         calibrated = self._chosen(runs, [source.run_id], baseline)
         return dataclasses.replace(calibrated, check=source.check)
 
-    def _opened(self, trial: HeadTrial, source: ExportSource, awaits: str | None) -> ExportSource:
+    def _opened(
+        self, trial: CacheTrial, cut: CacheCut | None, source: ExportSource, awaits: str | None
+    ) -> ExportSource:
         """The source with what the model recalls while heads are opened. Each round is kept in the
         file, which still awaits the others.
         """
+
+        assert cut is not None
 
         def save(opening: Mapping[str, Any]) -> None:
             unfinished = dataclasses.replace(source, opening=opening, awaits=awaits)
             self._written(self._made(unfinished))
 
-        opening = opened(trial, source, source.opening, save)
+        opening = opened(trial, cut, source, source.opening, save)
         return dataclasses.replace(source, opening=opening)
 
     def _checked(
-        self, trial: HeadTrial, source: ExportSource, cut: CacheCut | None, steps: Steps
+        self, trial: CacheTrial, source: ExportSource, cut: CacheCut | None, steps: Steps
     ) -> ExportSource:
         """The source with a check of its list; what is measured on the way is kept in the file."""
+        from headcount.exports.cache_plan.head_check import HeadCheck
+
         assert cut is not None
 
         def save(check: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ class ExportRequest:
 
         check = source.check
         if check is None or "verdict" not in check:
-            check = checked(trial, cut, steps.begin, save)
+            check = HeadCheck(trial, cut.sink, cut.recent).made(cut, steps.begin, save)
         return dataclasses.replace(source, check=check)
 
     def _made(self, source: ExportSource) -> Exported:
@@ -212,7 +212,7 @@ class ExportRequest:
             )
         return facts if of_this and facts.get("options") == dict(self.options) else {}
 
-    def _trial(self, source: ExportSource, setting: Setting, cut: CacheCut | None) -> HeadTrial:
+    def _trial(self, source: ExportSource, setting: Setting, cut: CacheCut | None) -> CacheTrial:
         """The model whose cache will be cut as the file says."""
         from headcount.workers.process import prepare_process
 
@@ -258,21 +258,30 @@ class ExportRequest:
         steps.begin(f"a scan of {scan.input.family}")
         return self._scan(name, written), baseline, setting
 
-    def _trial_of(self, setting: Setting, sink: int, recent: int) -> HeadTrial:
+    def _trial_of(self, setting: Setting, sink: int, recent: int) -> CacheTrial:
         """The trial of a model whose heads keep so many first and last keys."""
-        from headcount.workers.head_check import HeadTrial
+        from headcount.exports.formats.duo import problem_of_window
+        from headcount.workers.cache_trial import LONGEST, CacheTrial
 
-        return HeadTrial(
+        # The licence, which is read by default, has few pieces that are longer.
+        n_ctx = setting.n_ctx if self.texts else min(setting.n_ctx, LONGEST)
+        trial = CacheTrial(
             setting.model,
-            sink,
-            recent,
+            self.texts,
             revision=setting.revision,
             tokenizer=setting.tokenizer,
             adapter=setting.adapter,
-            n_ctx=setting.n_ctx,
+            n_ctx=n_ctx,
             sequences=self.check_sequences or DEFAULT_SEQUENCES,
             device=self.device,
         )
+        if self.check_sequences is not None:
+            problem = problem_of_window(n_ctx, sink, recent)
+            if problem is not None:
+                raise QueryError(f"export {self.export.name} --check: {problem}")
+            # Texts that are too short or too few are refused now.
+            _ = trial.pieces
+        return trial
 
     def _scan(self, name: str, fields: dict[str, Any]) -> str:
         """Run or continue a scan; returns where its run lies."""
@@ -307,12 +316,10 @@ class ExportRequest:
         measure_losses_beside(run, losses, resources)
 
 
-def _known_answers(trial: HeadTrial, facts: Mapping[str, Any]) -> dict[str, float]:
-    """What an earlier check of the same has measured."""
-    check = facts.get("check") or {}
-    asked = {**facts_of_trial(trial), "answers": None}
-    is_same = all(check.get(name) == value for name, value in asked.items() if value is not None)
-    return check["answers"] if check and is_same else {}
+def _known_check(trial: CacheTrial, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an earlier check of the same has measured, or found out."""
+    check = facts.get("check")
+    return check if check and trial.identity.items() <= check.items() else None
 
 
 def _opened(runs: str, code: str | None = None) -> RunDatabase:

@@ -4,6 +4,9 @@ Each sequence is a piece of a text with a sentence somewhere in it, and at its e
 it. One pass tells the loss of the text, and whether the answer is found. Most of a sequence may be
 a prompt that is read with the whole cache: then only what is behind it is asked for.
 
+A model without a tokenizer reads random tokens: a needle in a block that is repeated, with what an
+earlier copy foretells as the text.
+
 Texts are split into halves: one chooses, the other reports. Where plans are chosen, each is
 compared with the whole cache at some of the tokens: how far the predictions have moved. A rise of
 the loss has the same mean if the model knows its texts, and much more noise: it may fall by chance.
@@ -25,18 +28,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from headcount.schemas.errors import ModelError, ScanError, counted
+from headcount.schemas.errors import ScanError, counted
 from headcount.schemas.scans.intervention import parse_intervention
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.engine.prediction_inputs import check_unembedding, row_chunks
 from headcount.workers.head_gates import Asked, HeadGates, KVHead, Predictions, Round, rounds_of
-from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts
-from headcount.workers.inputs.families.needles import needle_in
+from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, read_texts, text_record
+from headcount.workers.inputs.families.needles import needle_in, needle_in_copies
 from headcount.workers.inputs.input_registry import Draw
 from headcount.workers.interventions import bind
 from headcount.workers.known_models import KnownModels
 from headcount.workers.model.attention_facts import window_of
-from headcount.workers.model.info.text_tokenizer import TextTokenizer
+from headcount.workers.model.info.model_files import AdapterChoice
+from headcount.workers.model.info.text_tokenizer import TextTokenizer, has_tokenizer
+from headcount.workers.provenance.code_fingerprint import code_fingerprint
 from headcount.workers.read_prompts import MOST_TOKENS, ReadPrompts, changed_attention
 from headcount.workers.replica import Replica
 
@@ -60,7 +65,8 @@ class Pieces(NamedTuple):
     """The sequences of one half."""
 
     tokens: np.ndarray  # `[sequence pos]`
-    is_text: np.ndarray  # tokens of the text, but the first: `[sequence pos]`
+    is_text: np.ndarray
+    """Tokens of the text but the first, or of a copy: `[sequence pos]`."""
     is_question: np.ndarray
     is_answer: np.ndarray
     documents: np.ndarray  # of which document each sequence is: `[sequence]`
@@ -98,14 +104,19 @@ class CacheTrial:
         n_ctx: int | None,
         sequences: int,
         reads_prompts: bool = False,
+        revision: str | None = None,
+        tokenizer: str | None = None,
+        adapter: AdapterChoice = "refuse",
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
         """`reads_prompts`: whether most of a sequence is read before its cache is cut, if the model
         can go on from its keys and values. Else every query sees what is left of the cache.
         """
         self._models = KnownModels()
-        self.info = self._models.describe(model)
-        self.model, self.texts, self.device = model, [*texts], device
+        self.info = self._models.describe(model, revision, adapter, tokenizer)
+        self.reads_texts = bool(texts) or has_tokenizer(self.info.tokenizer)
+        self.texts = [*texts] if texts or not self.reads_texts else [BUNDLED_LICENSE]
+        self.model, self.device = model, device
         self.n_ctx = min(self.info.n_ctx, LONGEST) if n_ctx is None else n_ctx
         self.sequences, self.reads_prompts = sequences, reads_prompts
         self.known: dict[str, list[list[float | None]]] = {}
@@ -150,16 +161,33 @@ class CacheTrial:
             if of_layer is not None
         }
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What answers rest on: only those to the same questions can be used again."""
+        return {
+            "model": self.info.name,
+            "sha256": self.info.sha256,
+            "code": code_fingerprint(),
+            "n_ctx": self.n_ctx,
+            "reads_prompts": self.reads_prompts,
+            "sequences": {half: len(each.tokens) for half, each in self.pieces.items()},
+            "needle_seeds": dict(SEEDS),
+            "texts": [text_record(text) for text in self.texts],
+        }
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        return TextTokenizer(self.info.tokenizer, self.info.d_vocab)
+
     @cached_property
     def _documents(self) -> list[list[np.ndarray]]:
         """Pieces of each document; the pieces of a single long one count as documents."""
-        try:
-            tokenizer = TextTokenizer(self.info.tokenizer, self.info.d_vocab)
-        except ModelError as error:
-            raise ModelError(f"cache-plan reads texts: {error}") from None
-        texts = [text for file in self.texts or [BUNDLED_LICENSE] for text in read_texts(file)]
+        if not self.reads_texts:
+            # Each random sequence is a document, of which nothing is there before it is drawn.
+            return [[np.zeros(0, int)]] * (2 * self.sequences)
+        texts = [text for file in self.texts for text in read_texts(file)]
         documents: list[list[np.ndarray]] = []
-        for tokens in tokenizer.encode_many(texts):
+        for tokens in self._tokenizer.encode_many(texts):
             starts = range(0, len(tokens) - self.n_ctx + 1, self.n_ctx)
             pieces = [np.array(tokens[start : start + self.n_ctx]) for start in starts]
             if pieces:
@@ -170,7 +198,7 @@ class CacheTrial:
             raise ScanError(
                 f"--text: expected {2 * FEWEST} documents or pieces of {self.n_ctx} tokens, so "
                 "that half of them choose and the others report, got "
-                f"{counted(len(documents), 'piece')}; name longer texts, or lower --n-ctx"
+                f"{counted(len(documents), 'piece')}; name longer texts, or lower n_ctx"
             )
         return documents
 
@@ -186,7 +214,8 @@ class CacheTrial:
         }
 
     def _pieces(self, documents: Sequence[int], seed: int) -> Pieces:
-        tokenizer = TextTokenizer(self.info.tokenizer, self.info.d_vocab)
+        special = [i for i in (self.info.bos_token_id, self.info.eos_token_id) if i is not None]
+        ordinary = np.setdiff1d(np.arange(self.info.d_vocab), special)
         has_bos = self.info.begins_with_bos("auto")
         # The first piece of each document, then the second ones: as many documents as there are.
         longest = max(len(self._documents[document]) for document in documents)
@@ -202,11 +231,12 @@ class CacheTrial:
             draw = Draw(
                 np.random.default_rng((seed, row)),
                 self.n_ctx - has_bos,
-                np.arange(self.info.d_vocab),
+                ordinary,
                 row,
-                lambda: tokenizer,
+                lambda: self._tokenizer,
             )
-            labelled = needle_in(draw, self._documents[document][number])
+            piece = self._documents[document][number]
+            labelled = needle_in(draw, piece) if self.reads_texts else needle_in_copies(draw)
             names = np.array(labelled.names("text_needle"))
             if has_bos:
                 assert self.info.bos_token_id is not None

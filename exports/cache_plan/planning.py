@@ -24,17 +24,15 @@ from headcount.exports.cache_plan.search import (
     Search,
     not_undercut,
 )
+from headcount.exports.formats.duo import problem_of_window
 from headcount.exports.shared.certainty import cost
-from headcount.exports.shared.confirmation import shown_and_kept
+from headcount.exports.shared.confirmation import shown_and_kept, tell_passes
 from headcount.jobs.bars import waiting
-from headcount.jobs.plan.passes import seconds_of, words_of_passes
 from headcount.jobs.resources import Resources
 from headcount.queries.commands.opening import tell_user
 from headcount.schemas.errors import QueryError
 from headcount.schemas.places import explained, write_whole
-from headcount.workers.cache_trial import SEEDS, CacheTrial
-from headcount.workers.inputs.corpus.text_files import BUNDLED_LICENSE, text_record
-from headcount.workers.provenance.code_fingerprint import code_fingerprint
+from headcount.workers.cache_trial import CacheTrial
 
 PLAN = "plan.json"
 
@@ -65,7 +63,7 @@ class PlanRequest:
             self._check_window(trial.n_ctx)
             if (problem := self.engine.problem(trial.info)) is not None:
                 raise QueryError(f"--engine {self.engine.name}: {trial.info.name}: {problem}")
-            identity = self._identity(trial)
+            identity = trial.identity
         answers, opened = self._known(identity)
         trial.known.update(answers)
         trial.opened.update(opened)
@@ -75,7 +73,7 @@ class PlanRequest:
             with waiting(console, "loading the model"):
                 stack.enter_context(trial.loaded())
                 shape = self._shape(trial)
-            return self._measured(trial, identity, shape, console)
+            return self._measured(trial, identity, shape)
 
     def _trial(self) -> CacheTrial:
         make = CacheTrial
@@ -94,16 +92,12 @@ class PlanRequest:
         )
 
     def _measured(
-        self, trial: CacheTrial, identity: dict[str, Any], shape: CacheShape, console: Console
+        self, trial: CacheTrial, identity: dict[str, Any], shape: CacheShape
     ) -> dict[str, Any]:
         """Search with a trial that is loaded, and write what was found; returns the same."""
         search = Search(trial, self.engine, shape, self.goal, tell_user)
-        sequences = {half: len(each.tokens) for half, each in trial.pieces.items()}
-        passes = search.passes + (2 + MOST_POINTS) * sequences["reports"]
-        with waiting(console, "timing the first passes"):
-            of_each = min(2, sequences["chooses"] // trial.models)
-            seconds = seconds_of(trial.run, of_each) / trial.models
-        tell_user(f"at most {words_of_passes(passes, trial.n_ctx, seconds)}")
+        passes = search.passes + (2 + MOST_POINTS) * len(trial.pieces["reports"].tokens)
+        tell_passes(trial, passes)
         save = partial(self._save, trial, identity)
         with shown_and_kept("cache-plan", "cache-plan: ", passes, save) as trial.passed:
             found = search.run()
@@ -116,41 +110,15 @@ class PlanRequest:
         return content
 
     def _check_window(self, n_ctx: int) -> None:
-        kept = self.engine.sink + self.recent
         has_windows = any(each.window for each in self.engine.alternatives)
-        if has_windows and kept >= n_ctx:
-            raise QueryError(
-                f"--window {self.recent}: with the first {self.engine.sink} keys a head keeps all "
-                f"of {n_ctx} tokens; expected less, or a larger --n-ctx"
-            )
+        problem = problem_of_window(n_ctx, self.engine.sink, self.recent, "--window")
+        if has_windows and problem is not None:
+            raise QueryError(problem)
 
     def _shape(self, trial: CacheTrial) -> CacheShape:
-        info = trial.info
-        return CacheShape(
-            kv_heads=info.kv_heads,
-            n_kv_heads=info.n_kv_heads or info.n_heads,
-            d_head=info.d_head,
-            n_ctx=trial.n_ctx,
-            sink=self.engine.sink,
-            recent=self.recent,
-            whole=self.engine.whole,
-            # A model that cannot go on behind a prompt has none.
-            end=(self.engine.rounds_prompts and trial.prompt) or trial.n_ctx,
-            own_windows=trial.own_windows(),
-        )
-
-    def _identity(self, trial: CacheTrial) -> dict[str, Any]:
-        """What answers rest on: only those to the same questions can be used again."""
-        return {
-            "model": trial.info.name,
-            "sha256": trial.info.sha256,
-            "code": code_fingerprint(),
-            "n_ctx": trial.n_ctx,
-            "reads_prompts": trial.reads_prompts,
-            "sequences": {half: len(each.tokens) for half, each in trial.pieces.items()},
-            "needle_seeds": dict(SEEDS),
-            "texts": [text_record(text) for text in self.texts or [BUNDLED_LICENSE]],
-        }
+        # A model that cannot go on behind a prompt has none.
+        end = trial.prompt if self.engine.rounds_prompts else 0
+        return shape_of(trial, self.engine.sink, self.recent, self.engine.whole, end or None)
 
     def _known(self, identity: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The answers of an earlier command with the same questions, and its rounds of opening."""
@@ -230,19 +198,56 @@ class PlanRequest:
     ) -> dict[str, Any]:
         """A plan as the documents that report have it."""
         text = point.plan.intervention(shape)
-        untouched, changed = (trial.measure("reports", name) for name in ("none", text))
-        documents = trial.pieces["reports"].documents
-        recall, whole = (cost(each.recall, documents) for each in (changed, untouched))
         return {
             "bytes_per_token": point.bytes_per_token,
             "share": point.bytes_per_token / full,
-            **cost(changed.text - untouched.text, documents),
-            "recall": recall["delta_nll"],
-            "recall_error": recall["standard_error"],
-            "recall_whole": whole["delta_nll"],
+            **reported(trial, text),
             "where_chosen": {"delta_nll": point.loss, "recall": point.recall},
             "intervention": text,
         }
+
+
+def shape_of(
+    trial: CacheTrial, sink: int, recent: int, whole: int = 0, end: int | None = None
+) -> CacheShape:
+    """A model's cache, and what windows and formats leave of it. The model is loaded."""
+    info = trial.info
+    return CacheShape(
+        kv_heads=info.kv_heads,
+        n_kv_heads=info.n_kv_heads or info.n_heads,
+        d_head=info.d_head,
+        n_ctx=trial.n_ctx,
+        sink=sink,
+        recent=recent,
+        whole=whole,
+        end=end or trial.n_ctx,
+        own_windows=trial.own_windows(),
+    )
+
+
+def reported(trial: CacheTrial, intervention: str) -> dict[str, float]:
+    """How much the loss of the text rises, and what is recalled, where documents report."""
+    untouched, changed = (trial.measure("reports", name) for name in ("none", intervention))
+    documents = trial.pieces["reports"].documents
+    recall, whole = (cost(each.recall, documents) for each in (changed, untouched))
+    return {
+        **cost(changed.text - untouched.text, documents),
+        "recall": recall["delta_nll"],
+        "recall_error": recall["standard_error"],
+        "recall_whole": whole["delta_nll"],
+    }
+
+
+def words_of_costs(row: Mapping[str, Any]) -> tuple[str, str]:
+    """How much the loss rises, and what is recalled, with standard errors."""
+
+    def error(value: float | None) -> str:
+        return "?" if value is None or np.isnan(value) else f"{value:.2g}"
+
+    return (
+        f"{row['delta_nll']:+.4f} ± {error(row['standard_error'])}",
+        f"{row['recall']:.2f} ± {error(row['recall_error'])}",
+    )
 
 
 def pareto(tried: Sequence[Point]) -> list[Point]:
@@ -259,15 +264,11 @@ def lines_of(content: Mapping[str, Any]) -> list[str]:
     """What a plan says, in lines."""
     from headcount.queries.ask.text_tables import text_table
 
-    def error(value: float | None) -> str:
-        return "?" if value is None or np.isnan(value) else f"{value:.2g}"
-
     rows = [
         (
             f"{row['bytes_per_token']:,.0f}",
             f"{100 * row['share']:.1f}",
-            f"{row['delta_nll']:+.4f} ± {error(row['standard_error'])}",
-            f"{row['recall']:.2f} ± {error(row['recall_error'])}",
+            *words_of_costs(row),
             "the plan" if row == content["plan"] else "",
         )
         for row in content["pareto"]

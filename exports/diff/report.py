@@ -26,7 +26,8 @@ from headcount.queries.report.report import write_report
 from headcount.schemas.errors import QueryError
 from headcount.schemas.files.run_directory import RunDirectory
 from headcount.schemas.places import absolute
-from headcount.workers.diff.texts import TEXTS, cut_to, default_scan, has_tokenizer, sample_texts
+from headcount.workers.diff.texts import TEXTS, cut_to, default_scan, sample_texts
+from headcount.workers.model.info.text_tokenizer import has_tokenizer
 from headcount.workers.run_model import RunModels
 
 WEIGHTS = ("adapter", "unused_weights")
@@ -97,7 +98,7 @@ def _model_fields(difference: Difference, side: int) -> dict[str, Any]:
     if run is not None:
         own = run.manifest().scan_fields()
         fields |= {key: own[key] for key in WEIGHTS if key in own}
-    if has_tokenizer(difference.reader):
+    if has_tokenizer(difference.reader.tokenizer):
         fields["tokenizer"] = str(absolute(difference.reader.tokenizer))
     return fields
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headcount.exports.shared.certainty import LARGEST_Q, MARGIN
+from headcount.exports.shared.confirmation import TOLERANCE
 from headcount.exports.shared.registry import (
     REPEATED,
     CacheCut,
@@ -251,9 +252,6 @@ def scores_of_ranking(shape: tuple[int, ...], ranking: Sequence[Sequence[int]]) 
 
 def note_of_opening(opening: Mapping[str, Any], count: int) -> list[str]:
     """How many of so many heads had to be opened until the needles were recalled, in a line."""
-    # It imports torch, which has been imported where heads were opened.
-    from headcount.workers.head_check import TOLERANCE
-
     recall = opening["whole_cache"]["recall"]
     for one in opening["rounds"]:
         kept = len(one["opened"])

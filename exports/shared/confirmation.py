@@ -1,4 +1,4 @@
-"""What confirms a list: heads that are opened in rounds, and the check of a cut cache.
+"""What confirms a list: heads that are opened in rounds, and how a check and a plan are measured.
 
 The list is written before, and says what it still awaits. Each step says how many passes it takes.
 What is measured stays, so after an interrupt the same command goes on where it was.
@@ -19,8 +19,11 @@ from headcount.queries.commands.opening import tell_user
 from headcount.schemas.errors import QueryError
 
 if TYPE_CHECKING:
-    from headcount.workers.head_check import HeadTrial
+    from headcount.workers.cache_trial import CacheTrial
     from headcount.workers.head_gates import Asked
+
+TOLERANCE = 0.02
+"""Share that a cut may cost of what whole heads are worth."""
 
 SAVED_SECONDS = 10.0  # after so long, what a check has measured is written into the file
 
@@ -38,51 +41,22 @@ class Steps:
             tell_user(f"step {self.begun} of {self.total}: {words}")
 
 
-def checked(
-    trial: HeadTrial,
-    cut: CacheCut,
-    begin: Callable[[str], None],
-    save: Callable[[Mapping[str, Any]], None],
-) -> dict[str, Any]:
-    """What the model loses with a cache that is cut so: recall of needles, loss after repeats.
-
-    If the number of heads is open, it is the smallest one with which nothing is lost. `save` takes
-    what is known so far, now and then and at an interrupt.
-    """
+def tell_passes(trial: CacheTrial, passes: int, words: str = "") -> None:
+    """Load the model, and say how many passes there will be at most and how long they take."""
     from rich.console import Console
 
     from headcount.jobs.bars import waiting
     from headcount.jobs.plan.passes import seconds_of, words_of_passes
-    from headcount.workers.head_check import JUDGED_SEED, SEARCHED_SEED, verdict
 
-    passes = trial.passes(len(cut.heads) if cut.is_ranking else 0)
-    console = Console(stderr=True, highlight=False)
-    with waiting(console, "loading the model"):
-        trial.run(1)
-    with waiting(console, "timing the first passes"):
-        seconds = seconds_of(trial.run, trial.batch)
-    words = words_of_passes(passes, trial.n_ctx, seconds)
-    tell_user(f"check: at most {words}; --check-sequences takes fewer than {trial.sequences}")
-    facts = facts_of_trial(trial)
-    with shown_and_kept(
-        "check", "check: ", passes, lambda: save(facts_of_trial(trial))
-    ) as trial.passed:
-        begin("what the model can do with its whole cache")
-        facts |= {"judged_by": list(trial.tasks), "left_out": trial.task_lines}
-        if not trial.tasks:
-            facts["verdict"] = ["the check says nothing of this model: it can do none of its tasks"]
-            return facts | {"answers": trial.known}
-        heads = cut.heads
-        if cut.is_ranking:
-            begin("how many heads lose nothing")
-            # A number that was found on some sequences is judged on others.
-            facts["heads_that_lose_nothing"] = kept = trial.fewest(heads, seed=SEARCHED_SEED)
-            heads = heads[:kept]
-        begin("the chosen heads against random ones, on other sequences")
-        # A layer that does not attend has scores, but no cache.
-        table = trial.table([head for head in heads if head in trial.kv_heads], seed=JUDGED_SEED)
-    facts |= {"table": table.to_pylist(), "verdict": verdict(table, trial.tasks)}
-    return facts | {"answers": trial.known}
+    with waiting(Console(stderr=True, highlight=False), "timing the first passes"):
+        of_each = min(2, len(trial.pieces["chooses"].tokens) // trial.models)
+        seconds = seconds_of(trial.run, of_each) / trial.models
+    if not trial.reads_texts:
+        tell_user(
+            f"{trial.info.name}: has no tokenizer, so it reads random tokens: needles in blocks "
+            "that are repeated"
+        )
+    tell_user(f"{words}at most {words_of_passes(passes, trial.n_ctx, seconds)}")
 
 
 LEAST_RECALL = 0.5  # of the whole cache, below which nothing can be learnt of the heads
@@ -91,7 +65,8 @@ OPENED_SEQUENCES = 16  # first sequences of a run that heads are opened on
 
 
 def opened(
-    trial: HeadTrial,
+    trial: CacheTrial,
+    cut: CacheCut,
     source: ExportSource,
     known: Mapping[str, Any] | None,
     save: Callable[[Mapping[str, Any]], None],
@@ -110,7 +85,7 @@ def opened(
     needles = needles_of(source)
     console = Console(stderr=True, highlight=False)
     with waiting(console, "loading the model"):
-        gates = HeadGates(trial.replica.model, trial.sink, trial.recent)
+        gates = HeadGates(trial.replica.model, cut.sink, cut.recent)
     facts: dict[str, Any] = {"code": code_fingerprint(), "sequences": len(needles.tokens)}
     is_same = known is not None and all(known.get(name) == facts[name] for name in facts)
     facts = dict(known) if known is not None and is_same else facts
@@ -154,21 +129,6 @@ def needles_of(source: ExportSource) -> Asked:
     )
     tokens, labels = (np.array(column) for column in zip(*rows, strict=True))
     return Asked.of_answers(tokens, labels == "answer")
-
-
-STEPS_OF_A_CHECK = 2  # and one more if the number of heads is open
-
-
-def facts_of_trial(trial: HeadTrial) -> dict[str, Any]:
-    """What a check rests on. Only answers to the same questions can be used again."""
-    from headcount.workers.provenance.code_fingerprint import code_fingerprint
-
-    return {
-        "sequences": trial.sequences,
-        "n_ctx": trial.n_ctx,
-        "code": code_fingerprint(),
-        "answers": trial.known,
-    }
 
 
 @contextlib.contextmanager

@@ -318,6 +318,18 @@ def test_a_plan_of_windows_is_what_its_files_say(home: Path):
 
 
 @pytest.mark.long
+def test_a_model_without_a_tokenizer_is_planned_by_random_tokens(home: Path):
+    words = ("--engine", "duo", "--bytes", 0.3, "--n-ctx", 128, "--window", 16)
+    said, plan = planned("bundled:needle-mini", home / "random", *words)
+    # The model was trained to recall, and to go on with repeats, by two of its twelve heads.
+    heads = {f"{layer}-{head}" for layer in range(3) for head in range(4)}
+    assert {*plan["heads"]} == heads - {"1-2", "1-3"}
+    assert (plan["texts"], plan["plan"]["recall"]) == ([], 1)
+    assert plan["plan"]["delta_nll"] < 0.02
+    assert said.count("random tokens: needles in blocks that are repeated") == 1
+
+
+@pytest.mark.long
 def test_transformers_loses_what_windows_cost():
     """By masks of every head in float64, and by nothing of ours."""
     windows = ((0, 2), (1, 0), (3, 1))

@@ -267,7 +267,7 @@ def test_one_command_goes_from_a_model_to_the_file_and_tries_it_out(
     before = [(path / "manifest.json").stat().st_mtime_ns for path in directories]
     assert len(before) == 2
     output = run(*words, "--replace", "--check", "--check-sequences", 4)
-    found = re.search(r"number of heads: with (\d+) of 12 nothing is lost on other seq", output)
+    found = re.search(r"number of heads: with (\d+) of 12 nothing is lost on other doc", output)
     assert found
     kept = int(found[1])
     rows = {line[:12]: line.split() for line in output.splitlines() if ":" not in line}
@@ -297,7 +297,7 @@ def test_a_check_is_of_the_model_that_was_measured(tmp_path: Path, monkeypatch: 
     duo = ("duo", "runs", "-o", "duo", "--sink", 1, "--recent", 5, "--sparsity", 0.75)
     scan = ("--model", "bundled:gpt2-mini", "--set", "model=mine")
     scan = (*scan, "--set", "sequences=8", "--set", "n_ctx=48")
-    check = ("--check", "--check-sequences", 1)
+    check = ("--check", "--check-sequences", 2)
     # Of two names the last one is measured, and tried.
     assert "every head    –     12  " in run(*duo, *scan, *check)
     # A relative name is meant from where the run was begun.

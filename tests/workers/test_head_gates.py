@@ -1,11 +1,11 @@
-"""Heads that are opened in rounds: against the engine under an intervention, and by hand."""
+"""Heads that are opened in rounds: against a trial under an intervention, and by hand."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from headcount.workers.head_check import HeadTrial
+from headcount.workers.cache_trial import CacheTrial
 from headcount.workers.head_gates import Asked, HeadGates
 from tests.toys import toy_models as toy
 
@@ -30,19 +30,20 @@ def test_gains_are_slopes_of_the_loss_between_a_cut_and_a_whole_cache(
 ) -> None:
     name, options = config
     model = toy.save_model(tmp_path / "model", toy.family(name, **options))
-    trial = HeadTrial(str(model), SINK, RECENT, n_ctx=24, sequences=3)
-    question = trial._question("needles", 4)
-    needles = Asked.of_answers(*question)
+    trial = CacheTrial(str(model), [], n_ctx=36, sequences=3)
+    pieces = trial.pieces["chooses"]
+    needles = Asked.of_answers(pieces.tokens, pieces.is_answer)
     gates = HeadGates(trial.replica.model, SINK, RECENT)
     told: list[int] = []
     opened = ((1, 1),)
     measured = gates.asked(needles, opened, told.append)
     assert sum(told) == 3
-    # The engine, with the cut as an intervention, says the same.
-    answers = trial._answers(opened, ("needles",), 4)
-    assert measured.recall == answers.recall
-    whole, _ = gates.whole(needles, told.append)
-    assert whole == trial._answers(trial.kv_heads, ("needles",), 4).recall
+    # A trial, with the cut as an intervention, says the same.
+    cut = trial.measure("chooses", f"stream_groups({SINK},{RECENT},2,x31)")
+    assert (measured.recall, measured.loss) == pytest.approx((cut.recall.mean(), cut.needle.mean()))
+    recall, loss = gates.whole(needles, told.append)
+    whole = trial.measure("chooses", "none")
+    assert (recall, loss) == pytest.approx((whole.recall.mean(), whole.needle.mean()))
     for layer, head in [(0, 0), (1, 0), (1, 1)]:
         losses = []
         for step in (-0.02, 0.02):

@@ -8,12 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headcount.schemas.errors import ModelError
 from headcount.schemas.scans.scan_file import parse_scan
 from headcount.workers.diff.causes import Cause
 from headcount.workers.diff.steps import windows_of
 from headcount.workers.inputs.sequences import Sequences
-from headcount.workers.model.info.text_tokenizer import PROBE, TextTokenizer, load_tokenizer
+from headcount.workers.model.info.text_tokenizer import (
+    PROBE,
+    TextTokenizer,
+    has_tokenizer,
+    load_tokenizer,
+)
 from headcount.workers.model.model import Model
 from headcount.workers.model.model_info import ModelInfo
 
@@ -60,7 +64,7 @@ def inputs_of(info: ModelInfo, n_ctx: int) -> dict[str, Tensor]:
     random tokens, which come twice.
     """
     inputs: dict[str, Tensor] = {}
-    if has_tokenizer(info):
+    if has_tokenizer(info.tokenizer):
         encode = TextTokenizer(info.tokenizer, info.d_vocab).encode
         first = [info.bos_token_id] if info.begins_with_bos("auto") else []
         texts = [[*first, *encode(text)][:n_ctx] for text in sample_texts(info, n_ctx)]
@@ -88,18 +92,9 @@ def sample_texts(info: ModelInfo, n_ctx: int) -> list[str]:
     return texts[:SEQUENCES]
 
 
-def has_tokenizer(info: ModelInfo) -> bool:
-    """Whether a tokenizer that can be read lies beside a model."""
-    try:
-        load_tokenizer(info.tokenizer)
-    except ModelError:
-        return False
-    return True
-
-
 def tokenizer_causes(a: ModelInfo, b: ModelInfo) -> tuple[list[Cause], str]:
     """What differs between two tokenizers, and a line on what was compared."""
-    absent = [name for name, info in (("A", a), ("B", b)) if not has_tokenizer(info)]
+    absent = [name for name, info in (("A", a), ("B", b)) if not has_tokenizer(info.tokenizer)]
     if absent:
         return [], f"not compared: none lies beside {' and '.join(absent)}"
     ours, theirs = (load_tokenizer(info.tokenizer) for info in (a, b))

@@ -154,6 +154,25 @@ def needle_in(draw: Draw, tokens: np.ndarray) -> Labelled:
     return _lay_out(draw, tokens[:length], [fact], 1, None)
 
 
+def needle_in_copies(draw: Draw) -> Labelled:
+    """A needle of random tokens, as `needle` has it, in a block that is repeated. What no earlier
+    copy foretells is labelled "new".
+    """
+    key = value = 4
+    # Half of the block is left where the needle stands in the copy.
+    draw.check_room("a needle in a block that is repeated needs", 4 * (key + value))
+    drawn = draw.tokens(key + value, distinct=True)
+    length = draw.length - 2 * len(drawn)
+    block = draw.tokens(-(-length // 2), without=drawn)
+    fact = Fact(before=drawn[:key], value=drawn[key:], after=drawn[:0], question=drawn[:key])
+    laid = _lay_out(draw, np.resize(block, length), [fact], 1, None)
+    # What follows a token as it did before goes on with a copy.
+    pairs = laid.tokens[:-1] * (1 + laid.tokens.max()) + laid.tokens[1:]
+    _, first = np.unique(pairs, return_index=True)
+    new = np.setdiff1d([0, *(1 + first)], np.concatenate([*laid.labels.values()]))
+    return Labelled(laid.tokens, {**laid.labels, "new": new})
+
+
 def _lay_out(
     draw: Draw, haystack: np.ndarray, facts: list[Fact], questions: int, depth: float | None
 ) -> Labelled:

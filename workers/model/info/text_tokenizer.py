@@ -69,6 +69,15 @@ BYTES = {chr(byte): byte for byte in VISIBLE} | {
 """The byte of each sign in vocabularies of bytes, as GPT-2: visible ones are their own."""
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a tokenizer that can be read lies beside a model."""
+    try:
+        load_tokenizer(path)
+    except ModelError:
+        return False
+    return True
+
+
 class TextTokenizer:
     """A model's tokenizer. A special token that is written out in a text is text."""
 
