@@ -59,7 +59,7 @@ FREE = 0.1
 best uniform plan that is small enough.
 """
 
-NOTHING = 0.005  # nats that predictions move by, below which a plan for all heads is good enough
+NOTHING = 0.001  # nats that predictions move by, below which a plan for all heads is good enough
 
 MOST_FAILURES = 8  # rounds that cost too much, until the search ends
 
