@@ -9,7 +9,8 @@ window costs what is gained where its head is opened.
 A sum of what single choices cost is no result: here it only says what is tried next. Each round
 takes the next choices, deals them into two hands, measures each hand together with what is chosen,
 and keeps the hand that costs less for each byte that it saves. The other one goes back, at the cost
-that was measured. If a round costs more than is allowed, fewer are tried.
+that was measured, and so do both if the next choices seem to cost less. If a round costs more than
+is allowed, fewer are tried.
 
 Where choices of a kind cost all the same within their errors, nothing can be chosen: then only the
 plans that treat all heads alike are left.
@@ -62,6 +63,7 @@ best uniform plan that is small enough.
 NOTHING = 0.001  # nats that predictions move by, below which a plan for all heads is good enough
 
 MOST_FAILURES = 8  # rounds that cost too much, until the search ends
+MOST_WAITS = 8  # rounds that cost more than the next ones seem to, after which none waits
 
 
 class Goal(NamedTuple):
@@ -144,7 +146,7 @@ class Search:
         if self._head_windows:
             opened = PASSES_OF_A_ROUND * (1 + ROUNDS_OF_OPENING)
         if self.choices:
-            whole += 2 * (ROUNDS + MOST_FAILURES)
+            whole += 2 * (ROUNDS + MOST_FAILURES + MOST_WAITS)
         few = len(self.uniform) + len(self.choices) - len(self._head_windows)
         whole += len(of_kinds(self.choices))
         return self.sequences * (whole + opened + len(self.uniform)) + self.few * few
@@ -339,9 +341,8 @@ class Search:
             tried += points
             better = min(range(len(points)), key=lambda i: self._price_of(current, points[i]))
             _, price = self._price_of(current, points[better])
-            # What seemed cheaper than the next ones, and is not, waits for them.
             others = [self._price(current.plan, each, costs)[0] for each in queue[2 * size :]]
-            waits = price > min(others, default=math.inf) and waited < ROUNDS
+            waits = waited < MOST_WAITS and price > min(others, default=math.inf)
             for hand, point in zip(hands, points, strict=True):
                 if waits or point is not points[better]:
                     self._raise_costs(costs, current, hand, point)
