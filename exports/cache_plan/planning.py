@@ -79,7 +79,7 @@ class PlanRequest:
         make = CacheTrial
         if self.resources.replicas:
             # Ray takes a second to import.
-            from headcount.exports.cache_plan.on_ray import TrialOnRay
+            from headcount.jobs.run.ray_trial import TrialOnRay
 
             make = partial(TrialOnRay, self.resources)
         return make(

@@ -148,7 +148,7 @@ ONLY_IN = {
         "jobs/upkeep/merge_workers.py", "jobs/metrics.py",
         "jobs/corpus/preparation.py",
         "jobs/cluster/kubernetes_job.py", "jobs/cluster/ray_cluster.py",
-        "jobs/cluster/submission.py", "exports/cache_plan/on_ray.py",
+        "jobs/cluster/submission.py", "jobs/run/ray_trial.py",
     ),
     "pyiceberg": ("exports/formats/iceberg.py", "exports/shared/held_files.py"),
     "safetensors": (

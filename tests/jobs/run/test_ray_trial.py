@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from headcount.exports.cache_plan.on_ray import TrialOnRay
 from headcount.jobs.resources import Resources
+from headcount.jobs.run.ray_trial import TrialOnRay
 from headcount.schemas.errors import RunError
 from headcount.workers.cache_trial import CacheTrial, Half
 from tests import ROOT

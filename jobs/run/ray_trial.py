@@ -26,10 +26,10 @@ from headcount.jobs.cluster.ray_cluster import (
     ray_in_words,
     room_of_replica,
 )
+from headcount.jobs.console import tell
 from headcount.jobs.resources import Resources
 from headcount.jobs.run.dispatch import LOOK_SECONDS, NO_REPLICA, STARTING_NOTICE
 from headcount.jobs.run.ray_replicas import RESTART_PAUSE
-from headcount.queries.commands.opening import tell_user
 from headcount.schemas.errors import RunError
 from headcount.workers.cache_trial import CacheTrial, Half
 from headcount.workers.head_gates import KVHead, Round
@@ -224,5 +224,5 @@ class TrialOnRay(CacheTrial):
                 time.sleep(RESTART_PAUSE)
                 ready = actor.ready.remote()
             if time.monotonic() > told + STARTING_NOTICE:
-                tell_user(lack_of_room(self.resources) or NO_REPLICA)
+                tell(lack_of_room(self.resources) or NO_REPLICA)
                 told = time.monotonic()
