@@ -143,7 +143,6 @@ class ExportRequest:
         """The source with what the model recalls while heads are opened. Each round is kept in the
         file, which still awaits the others.
         """
-
         assert cut is not None
 
         def save(opening: Mapping[str, Any]) -> None:

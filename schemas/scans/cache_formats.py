@@ -46,45 +46,64 @@ class CacheFormat:
 
 FLOAT16 = CacheFormat("float16", 16, like="the cache as it is")
 
+
+def _by_channel(bits: int, like: str) -> CacheFormat:
+    return CacheFormat(f"channel{bits}", bits, 32, 32, along="positions", like=like)
+
+
+def _rotated(bits: int, like: str) -> CacheFormat:
+    return CacheFormat(f"rotated{bits}", bits, 64, 32, rotates="all", like=like)
+
+
+def _mlx(bits: int, like: str) -> CacheFormat:
+    return CacheFormat(f"mlx{bits}", bits, 64, 32, like=like)
+
+
 CACHE_FORMATS = {
     each.name: each
     for each in (
         CacheFormat("fp8", 8, like="float8_e4m3fn with a scale of 1, as vLLM has it by default"),
         CacheFormat(
-            *("q8_0", 8, 32, 16),
+            "q8_0",
+            bits=8,
+            block=32,
+            bits_of_block=16,
             rotates="llama.cpp",
             like="whole numbers times a scale, of 32 numbers of a head that is rotated first if it "
             "has a multiple of 64 numbers, as llama.cpp has them",
         ),
         CacheFormat(
-            *("q4_0", 4, 32, 16), rotates="llama.cpp", like="the same, as llama.cpp has 4 bits"
+            "q4_0",
+            bits=4,
+            block=32,
+            bits_of_block=16,
+            rotates="llama.cpp",
+            like="the same, as llama.cpp has 4 bits",
         ),
         CacheFormat(
-            *("affine8", 8, 64, 32),
+            "affine8",
+            bits=8,
+            block=64,
+            bits_of_block=32,
             like="2^8 levels from the smallest to the largest of 64 numbers of a head",
         ),
-        CacheFormat(
-            *("channel4", 4, 32, 32),
-            along="positions",
+        _by_channel(
+            bits=4,
             like="2^4 levels from the smallest to the largest of one number of a head at 32 "
             "positions in a row, as KIVI has keys; positions whose 32 are not complete stay whole",
         ),
-        CacheFormat(*("channel3", 3, 32, 32), along="positions", like="the same with 2^3 levels"),
-        CacheFormat(
-            *("rotated4", 4, 64, 32),
-            rotates="all",
+        _by_channel(bits=3, like="the same with 2^3 levels"),
+        _rotated(
+            bits=4,
             like="2^4 levels from the smallest to the largest of 64 numbers of a head that is "
             "multiplied before and after by H[i, j] = (-1)^b / √n, where b is how many binary 1s i "
             "and j have in common, and n the largest power of two that divides the head",
         ),
-        CacheFormat(*("rotated3", 3, 64, 32), rotates="all", like="the same with 2^3 levels"),
-        CacheFormat(*("rotated2", 2, 64, 32), rotates="all", like="the same with 2^2 levels"),
-        CacheFormat(
-            *("mlx8", 8, 64, 32),
-            like="2^8 levels of 64 numbers, of which one is 0, as MLX has them",
-        ),
-        CacheFormat(*("mlx4", 4, 64, 32), like="the same with 2^4 levels"),
-        CacheFormat(*("mlx2", 2, 64, 32), like="the same with 2^2 levels"),
+        _rotated(bits=3, like="the same with 2^3 levels"),
+        _rotated(bits=2, like="the same with 2^2 levels"),
+        _mlx(bits=8, like="2^8 levels of 64 numbers, of which one is 0, as MLX has them"),
+        _mlx(bits=4, like="the same with 2^4 levels"),
+        _mlx(bits=2, like="the same with 2^2 levels"),
     )
 }
 """The formats by name. Scales and smallest numbers have 16 bits."""
